@@ -5,8 +5,6 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 
-# Types that every folder may use.
-
 Array: TypeAlias = jax.Array
 ArrayLike: TypeAlias = Any  # what `jnp.asarray` takes; jax's own ArrayLike leaves out lists
 DType: TypeAlias = Any  # what `jnp.dtype` takes
@@ -24,7 +22,7 @@ Rounding: TypeAlias = Literal["nearest", "stochastic"]
 ScaleRounding: TypeAlias = Literal["rceil", "floor"]
 
 
-# The error of quantizer state.
+# The errors of quantizer state.
 
 
 class FP8StateError(ValueError):

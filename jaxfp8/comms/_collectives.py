@@ -1,4 +1,4 @@
-"""Collectives of QuantizedTensors, inside `jax.shard_map`.
+"""Collectives of QuantizedTensors, and a sum in two exchanges, inside `jax.shard_map`.
 
 To quantize shards and gather them gives the same bits as to gather them and quantize. This needs no
 care if each scale cell is on one device. A tile is, unless a shard border cuts it. A row is, unless
@@ -26,7 +26,7 @@ from jaxfp8.sharding._amax import manual_axes, types_show_varying, varying_axes
 from jaxfp8.sharding._place import in_bytes
 from jaxfp8.sharding._specs import check_borders
 
-# Collectives of QuantizedTensors, inside `jax.shard_map`. They send FP8 values and their scales.
+# The collectives. They send FP8 values and their scales.
 
 
 def all_gather(

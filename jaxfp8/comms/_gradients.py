@@ -190,7 +190,7 @@ def _state_from(
     return GradientSumState(*(fields or [structure.unflatten([])] * len(GradientSumState._fields)))
 
 
-# `all_reduce_gradients`: sums of gradients over devices, inside `jax.shard_map`.
+# `all_reduce_gradients`: sums of gradients that every device gets.
 
 
 def all_reduce_gradients(

@@ -18,7 +18,7 @@ from jaxfp8.numerics._granularity import PerAxis
 from jaxfp8.numerics._rounding import saturating_cast
 from jaxfp8.numerics._scale import ScaleRule
 
-# How gradients are summed over devices: the methods of `all_reduce_gradients`.
+# The methods, which users pass as `method=`.
 
 Scaling: TypeAlias = Literal["auto", "pre", "post"]
 Reduction: TypeAlias = Literal["exchange", "all_reduce"]

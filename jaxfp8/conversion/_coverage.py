@@ -57,7 +57,7 @@ def _fold_at(depth: int, lines: list[_Line], what: Callable[[Any], Hashable]) ->
     return merged
 
 
-# `Coverage`: which layers of a model run in FP8, and why the others do not.
+# The table, and its rows.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

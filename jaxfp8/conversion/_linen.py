@@ -53,13 +53,9 @@ from jaxfp8.ops._einsum import einsum
 from jaxfp8.state._identity import check_layout
 from jaxfp8.state._state import is_state
 
-# Variables of a converted linen model: states beside parameters, and apart from them.
+# Variables: states are beside parameters while a model runs, and apart from them before and after.
 #
-# Many models contain `nn.scan` or `nn.vmap`, which name the collections that they stack. They do
-# not name that of quantizer state. So while a converted model runs, each state is a variable in
-# "params", beside the parameters of its layer. A transformation treats it as it treats them. Before
-# and after, states are in a collection of their own, and "params" is the tree of the unconverted
-# model.
+# Then "params" is the tree of the unconverted model.
 
 
 def _together(variables: PyTree) -> dict[str, Any]:
@@ -121,7 +117,7 @@ def _merged(first: PyTree, second: PyTree, path: tuple[str, ...]) -> dict[str, A
     return merged
 
 
-# Converted linen models: flax's own interception of methods, and states that follow parameters.
+# Interception: what runs in place of the methods of a model.
 
 
 class _Running(NamedTuple):
@@ -284,6 +280,9 @@ def _shares_scope(module: nn.Module) -> bool:
     return isinstance(module.parent, nn.Module) and module.parent.scope is module.scope
 
 
+# A look at a model before it is converted.
+
+
 def _variables(model: nn.Module, keys: dict[str, Any], example: Example) -> PyTree:
     """The types of a model's variables. Its class may have an `init` with other arguments."""
     return example.shapes(lambda *args, **kwargs: nn.Module.init(model, keys, *args, **kwargs))
@@ -328,6 +327,9 @@ def _see_uses(seen: Seen, program: Any, variables: PyTree) -> None:
             if name in seen.kernels.get(module, ()):
                 own[module].add(i)
     seen.layers = drop_layers_without_matmul(seen.layers, own, uses_of(program, numbers))
+
+
+# The converted model: an instance of a subclass.
 
 
 def converted(model: nn.Module, plan: Plan, example: Example, rngs: Any) -> Any:

@@ -208,7 +208,7 @@ def _obstacle_of(layer: nnx.Module, known: _Known) -> str:
     return own_matmul(layer, attributes, known.default)
 
 
-# Converted nnx models: copies that share the Variables, with other matmuls in their layers.
+# A whole model: its copy, its layers, and what a call of it shows.
 
 M = TypeVar("M")
 

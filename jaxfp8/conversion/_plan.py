@@ -1,4 +1,7 @@
-"""`Plan`: the decision for each layer, as a pure function of what a rule sees."""
+"""`Plan`: the decision for each layer, as a pure function of what a rule sees.
+
+`stacks_of` finds the stacks of blocks of a model.
+"""
 
 import dataclasses
 import functools
@@ -44,7 +47,7 @@ def _is_inside(path: str, block: str) -> bool:
     return path.startswith(f"{block}/")
 
 
-# `Plan`: the decision for each layer, as a pure function of what a rule sees.
+# The plan, and which layers stay in high precision.
 
 Kept: TypeAlias = Literal["router", "lm_head", "slow"]
 """Kinds of layers that stay in high precision unless a rule names them."""

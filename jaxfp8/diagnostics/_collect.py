@@ -1,4 +1,4 @@
-"""`collect`: watch the casts of the steps that run inside a context."""
+"""`collect`: watch the casts of the steps that run inside a context, as rows by layer."""
 
 import contextlib
 import dataclasses
@@ -151,7 +151,7 @@ def _natural(name: str) -> list[Any]:
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in digits]
 
 
-# `collect`: watch the casts of the steps that run inside a context.
+# The context, and the records that it collects.
 
 
 class Records:

@@ -139,7 +139,7 @@ def _number(value: float, power: int) -> str:
     return "<0.01" if 0 < value < 0.005 else f"{value:,.2f}"
 
 
-# `memory_report`: what fills the memory of a train step, also in high precision.
+# The report on a step: its program, its arguments, and its high-precision twin.
 
 _POINTER = 8  # bytes. XLA's results have a table of pointers.
 

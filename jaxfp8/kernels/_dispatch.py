@@ -146,6 +146,9 @@ def _backend(
     return backends[name]
 
 
+# Backends: the rows of the table of an operation.
+
+
 class Route(enum.Enum):
     """How a matmul is computed. The value is its text in tables."""
 

@@ -1,10 +1,10 @@
-"""Tiles in the shared memory of Hopper and Blackwell, for kernels in Pallas (Mosaic GPU).
+"""Tiles in the shared memory of Hopper and Blackwell, and their sums, in Pallas (Mosaic GPU).
 
 A block of threads copies a tile of T x T to shared memory by TMA. It reads the tile from there by
 rows, or by columns through a transposed view. A copy that is made of columns is written transposed.
 Hopper's tensor cores read FP8 only with the contracted axis last in memory.
 
-Letters: L the leading axes as one, M, K the last two; T = 128.
+Letters: L the leading axes as one, M, K the last two; T = 128; S the rows that one sum covers.
 
 References:
   Pallas Mosaic GPU reference, docs.jax.dev/en/latest/pallas/gpu/reference.html.
@@ -116,12 +116,10 @@ def load_parts(tile: Any, *, transposed: bool, rows: int = PART) -> Iterator[tup
         yield index, loaded.astype(jnp.float32)
 
 
-# Sums of the columns of an array, in Pallas (Mosaic GPU), in a kernel that casts the array.
+# Sums of the columns of an array, in a kernel that casts the array.
 #
 # The gradient of a bias is such a sum. XLA would read the array once more for it. The cast kernel
 # has the tiles of the array in shared memory already.
-#
-# Letters: L the leading axes as one, M, K the last two; T = 128; S the rows that one sum covers.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,8 +22,6 @@ from jaxfp8._typing import Array, Axes
 from jaxfp8.sharding._amax import vary_as
 from jaxfp8.sharding._specs import mesh_axes, whole_mesh_axes
 
-# A kernel on the devices of a mesh: each device runs it on its own shard.
-
 _Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
 
 

@@ -106,6 +106,11 @@ def _state_from_dict(state: MatmulState, values: dict[str, Any]) -> MatmulState:
     return restored
 
 
+flax.serialization.register_serialization_state(MatmulState, _dict_of_state, _state_from_dict)
+flax.serialization.register_serialization_state(QuantizedTensor, _dict_of_tensor, _tensor_from_dict)
+flax.serialization.register_serialization_state(QuantizedWeight, _dict_of_weight, _weight_from_dict)
+
+
 # The collection in which linen layers keep their quantizer state.
 
 COLLECTION = "_overwrite_with_gradient"
@@ -212,11 +217,6 @@ _codes = (
     if getattr(code, "co_name", "") == "wrapper"
 )
 _pack_code = next(_codes, None)
-
-
-flax.serialization.register_serialization_state(MatmulState, _dict_of_state, _state_from_dict)
-flax.serialization.register_serialization_state(QuantizedTensor, _dict_of_tensor, _tensor_from_dict)
-flax.serialization.register_serialization_state(QuantizedWeight, _dict_of_weight, _weight_from_dict)
 
 
 # The partition specs of a linen model's quantizer state.

@@ -1,4 +1,7 @@
-"""The arrays of a call: operands, and what the backward pass keeps of them."""
+"""The arrays of a call: operands, and what the backward pass keeps of them.
+
+`undifferentiable` marks arrays that no gradient can pass.
+"""
 
 import dataclasses
 import functools

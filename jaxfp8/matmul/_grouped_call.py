@@ -25,8 +25,6 @@ from jaxfp8.state._identity import known_scales, match_state
 from jaxfp8.state._state import MatmulState
 from jaxfp8.state._value_and_grad import recipe_in_context
 
-# The call of a grouped matmul: everything about it except its operands and its rows.
-
 _GEOMETRY = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)  # of the matmul of one group
 
 

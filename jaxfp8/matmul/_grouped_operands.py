@@ -2,7 +2,7 @@
 
 Each group is quantized as if it stood alone. A tile of rows is cast by itself (`jax.vmap`), and so
 is the matrix of a group. Only an amax that spans all rows of a group joins tiles: the largest of
-its tiles.
+its tiles. Rows for other devices are cast first, and sent in FP8.
 
 Letters: T rows or tokens, k choices of a token, S slots, E groups (experts), P rows of a tile,
   R tiles; K N the axes of matrices.
@@ -422,7 +422,7 @@ class _Sender:
         return self.stack.joined(PerTensor(), self._found(), known)
 
     def seen(self) -> dict[tuple[Tensor, int], Array]:
-        """The amax for each row of state of the tensor; see `_Stack.seen`."""
+        """The amax for each row of state of the tensor; see `_Stack.seen_of_groups`."""
         return self.stack.seen_of_groups(self.arrays.ledger, self._found)
 
     def watched(self, packed: Operand) -> tuple[CastStats, ...]:

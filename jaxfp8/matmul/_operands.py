@@ -1,6 +1,6 @@
 """A cast of each tensor, for all matmuls that read it.
 
-This module also reduces amaxes across devices.
+This module also reduces amaxes across devices, and makes the keys of stochastic rounding.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ def rounding_key(key: Array | None, call: Call, tensor: Tensor, value: Array) ->
     return key
 
 
-# The operands of the three matmuls: each tensor is cast once for all matmuls that read it.
+# The casts of one tensor: its scales, its copies, its amaxes.
 
 Seen: TypeAlias = dict[tuple[Tensor, int], Array]
 """The amax for each row of state that belongs to a tensor: {(tensor, index of the row): f32[]}."""
@@ -133,7 +133,7 @@ def quantize_operand(
         # The copies are named before any matmul reads them. A rematerialized fprop then starts
         # from a saved copy, if it reads the same one as the backward pass.
         copies, saved = name_residuals(copies, tensor)
-    # One operand for all readers of a copy: `gathered_once` compares identities.
+    # One operand for all readers of a copy: `_gathered_once` compares identities.
     whole = [(copy.whole(arrays.known), copy.readers) for copy in copies]
     now = {matmul: operand for operand, readers in whole for matmul in readers}
     residuals = {matmul: copy for copy in saved for matmul in copy.readers}

@@ -2,6 +2,8 @@
 
 A new option is a new field of `Options`, and of the `TypedDict` of the functions that take it. An
 option in `LayerOptions` is also a field of `linen.MatmulModule`.
+
+Of layers there are also `LayerInput`, the left operand, and `KeepsFP8`, which promotes dtypes.
 """
 
 import dataclasses

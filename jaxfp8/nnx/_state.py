@@ -1,6 +1,6 @@
-"""Quantizer state in flax.nnx: the variable that holds it, and `add_state`.
+"""Quantizer state in flax.nnx: the variable that holds it, and functions of whole models.
 
-Its type is not `nnx.Param`, so an optimizer of parameters does not change them.
+The type of the variable is not `nnx.Param`, so an optimizer of parameters does not change them.
 """
 
 import types

@@ -1,4 +1,4 @@
-"""Arithmetic that has the same bits on every backend: division, powers of two, bits of float32.
+"""Arithmetic that has the same bits on every backend: division, powers of two, inputs in float32.
 
 No float32 division can be trusted. On NVIDIA GPUs, XLA compiles it to `div.full.f32`, which is not
 correctly rounded. On CPUs, XLA replaces the division by a constant, and by a broadcast scalar, by a

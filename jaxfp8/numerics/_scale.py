@@ -214,8 +214,8 @@ def _to_e8m0(exponent: Array, finite: Array) -> Array:
 _SLACK = 4
 
 
-# jit compiles these forty operations as one. One by one, the first eager call of each
-# shape would take a second.
+# jit compiles these forty operations as one. One by one, the first eager call of each shape
+# would take a second.
 @functools.partial(jax.jit, static_argnames=("numerator", "exponent"), inline=True)
 def _divide_in_integers(numerator: float, denominator: Array, *, exponent: int = 0) -> Array:
     """`divide` without float64."""

@@ -1,4 +1,4 @@
-"""`dispatch_matmul` and `route_tokens`: experts whose tokens come from other devices."""
+"""`route`, `dispatch_matmul` and `matmul_combine`: experts whose tokens come from other devices."""
 
 import math
 import numbers

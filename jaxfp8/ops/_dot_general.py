@@ -36,7 +36,7 @@ from jaxfp8.state._state import MatmulState
 from jaxfp8.state._value_and_grad import recipe_in_context
 from jaxfp8.weights._quantized_weight import QuantizedWeight, WeightAxes, handle, plan_weight_casts
 
-# `dot_general` in FP8, with its gradient. Every other matmul of jaxfp8 calls it.
+# `dot_general` in FP8, with its gradient. `dot` and `einsum` call it.
 
 
 class DotOptions(MatmulOptions, total=False):

@@ -160,9 +160,8 @@ def _cast(
     own = match_state(state, recipe)
     where = place_operand("w", w, axes.shard)
     view = view_of_weight(recipe, axes, where.whole_shape(w.shape))
-    plan_weight_casts(
-        recipe, view.geometry
-    )  # raises an error for recipes that need the weight itself
+    # It raises an error for recipes that need the weight itself.
+    plan_weight_casts(recipe, view.geometry)
     across = amax_axes(recipe, axes.reduce_axes, None)
     where = view.places(Places(Whole(), where, Whole())).w
     call = _call(recipe, view, where, across, own)

@@ -168,7 +168,7 @@ def _joined(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     return (((top - (wide >> 15)) << 16) | wide).view(np.float32)
 
 
-# `check_state`: the check of a restored optimizer state before an update uses it.
+# The check: the parts of a state, by their names, and the faults of each.
 
 _SHOWN = 10  # faults that a message lists
 _NAMES = ("codes", "roots", "largest", "power", "values", "scale", "high", "low")

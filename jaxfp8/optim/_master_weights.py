@@ -173,7 +173,7 @@ def _kind_of(masters: MasterState) -> AbstractMaster:
             return BFloat16Plus(bits=8 * max(bytes_of_low, default=2))
 
 
-# `with_master_weights`: an optimizer that holds the master weights of low-precision parameters.
+# The optimizer that holds them.
 
 
 class MasterWeightsState(NamedTuple):

@@ -1,4 +1,4 @@
-"""`release_gradients`: each layer is updated in its backward pass."""
+"""`release`: each layer is updated in its backward pass."""
 
 import dataclasses
 import itertools
@@ -122,7 +122,7 @@ def _listed(labels: int, names: list[str]) -> str:
     return ", ".join(found[:3]) + more
 
 
-# `release`: gradients of layers that the optimizer uses as soon as they exist.
+# Gradients of layers that the optimizer uses as soon as they exist.
 
 _GOLDEN = np.uint32(0x9E3779B9)  # an odd number, so that the seeds of 2^32 layers differ
 

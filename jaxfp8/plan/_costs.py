@@ -52,8 +52,8 @@ _ATTAINED_PEAK = 0.78
 _ATTAINED_BANDWIDTH = 0.92
 # Another factor, for the Pallas kernels of this library. It is an assumption that was made before
 # they were timed. An H200 measured 0.79 for fprop of tiles, and 0.53 to 0.58 for wgrad. A similar
-# kernel in CUDA needs no such factor. DeepGEMM attains up to 1550 of 1979
-# TFLOP/s on an H800 (its README), which is 0.78.
+# kernel in CUDA needs no such factor. DeepGEMM attains up to 1550 of 1979 TFLOP/s on an H800 (its
+# README), which is 0.78.
 _UNTIMED = 0.75
 # Seconds that a kernel of one element takes on an H100 (torchao, the same file,
 # KERNEL_LAUNCH_OVERHEAD_SEC).

@@ -126,7 +126,7 @@ def _reads_float32_scales(operands: Operands) -> bool:
     return in_one and not all(quantizer.has_exact_scales for quantizer in both)
 
 
-# `Kernels`: which kernels cast and multiply.
+# What a user writes: `Kernels`, and the check of an argument `kernels=`.
 
 
 @runtime_checkable

@@ -13,8 +13,8 @@ from jaxfp8.programs._hlo import BRANCHES, CALLS, Program, read_program
 _FP8_TARGETS = ("__cublas$lt$matmul$f8", "__cudnn$blockScaledDot")
 # A matmul in high precision becomes one of these calls, or a `dot`, alone or in a fusion.
 _LIBRARY = ("__cublas$", "__onednn$matmul")
-# The scopes of `ops._call.Call.multiply`. Pallas kernels that multiply are inside of such a scope.
-# Pallas kernels that cast are outside.
+# The scopes of `matmul._call.Call.multiply`. Pallas kernels that multiply are inside of such a
+# scope. Pallas kernels that cast are outside.
 _ASKED = re.compile(r"jaxfp8\.(fprop|dgrad|wgrad)(?!\.high_precision)")
 _PALLAS = "mosaic_gpu"
 

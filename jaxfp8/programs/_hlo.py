@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-# Reads the text of a compiled program (HLO): its computations, their instructions and calls.
+# The text: computations, their instructions and calls.
 
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 _LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
@@ -200,7 +200,7 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-# The types of a program's arrays: element type, logical shape, order of dimensions in memory.
+# Types of arrays: element type, logical shape, order of dimensions in memory.
 
 _ARRAY = re.compile(r"(\w+)\[([^\]]*)\](?:\{([^{}]*)\})?$")
 _LAYOUT = re.compile(r"(\])\{[^{}]*\}")

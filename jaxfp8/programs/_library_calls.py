@@ -1,4 +1,4 @@
-"""The matmuls of NVIDIA's libraries (cuBLAS, cuBLASLt and cuDNN), written in HLO.
+"""The matmuls of a GPU program, and of NVIDIA's libraries (cuBLAS, cuBLASLt, cuDNN), in HLO.
 
 A library call computes in float32:
 
@@ -136,7 +136,7 @@ def _rounded(writer: Writer, x: str, algorithm: str) -> str:
     return x
 
 
-# The matmuls of NVIDIA's libraries (cuBLAS, cuBLASLt and cuDNN), written in HLO.
+# The calls: their scales, epilogues and results.
 
 # cuDNN reads scales in tiles of 128 rows x 4 columns. In memory, the 4 columns of row r + 32 follow
 # those of row r.

@@ -87,6 +87,9 @@ class _Phases:
         return self._fused[name]
 
 
+# Buffers: which arrays share a piece of memory, and from when to when.
+
+
 @dataclasses.dataclass
 class _Buffer:
     """A piece of memory for arrays, in turn. Times count the instructions as they run."""

@@ -401,7 +401,7 @@ def _is_key(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-# `run_on_cpu`: runs a program that was compiled for a GPU on a CPU, to check its numbers.
+# `run_on_cpu`, which calls the parts above.
 
 
 def run_on_cpu(

@@ -1,4 +1,4 @@
-"""Writes the computations of the program that `run_on_cpu` runs."""
+"""Writes the computations of the program that `run_on_cpu` runs, and its taps."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -4,6 +4,8 @@ The result of a prologue is called h. XLA fuses a prologue into its own casts, b
 kernel: h would be written to memory and read again. So kernels in Pallas read the input arrays of
 the prologue. They compute a tile of h and quantize it at once.
 
+A quantizer can also read rows that are gathered into tiles.
+
 Letters: M, K are the last two axes of h.
 """
 
@@ -64,7 +66,7 @@ class Gathered:
         return self.value.dtype
 
 
-# Prologues: operations on an activation between reading and quantizing it.
+# The base class, and the result of a prologue with its operands.
 
 _STATISTIC = "jaxfp8.statistic"
 """The name under which a statistic of rows is saved for the backward pass."""

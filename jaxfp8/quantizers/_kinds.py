@@ -1,8 +1,5 @@
 """The quantizers: `Current`, `Delayed`, `Static` and `Identity`.
 
-So the scale is known before the cast. The cast reads its tensor once and finds the new amax in the
-same read.
-
 References:
   TransformerEngine user guide, FP8 delayed scaling.
   Peng et al., FP8-LM, arXiv:2310.18313, section 2 (non-finite amaxes stay out of the history).
@@ -35,7 +32,17 @@ from jaxfp8.quantizers._base import (
     check_value_format,
 )
 
+
+def _check_rounding(name: str, value: object) -> None:
+    """Raise ValueError unless the value is "nearest" or "stochastic"."""
+    if value not in ("nearest", "stochastic"):
+        raise ValueError(f"{name}={value!r} is unknown; use 'nearest' or 'stochastic'.")
+
+
 # Delayed scaling: the scale of this step comes from the amaxes of the last steps.
+#
+# So the scale is known before the cast. The cast reads its tensor once and finds the new amax in
+# the same read.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -383,9 +390,3 @@ class Identity(AbstractQuantizer):
     @property
     def value_format(self) -> None:
         return None
-
-
-def _check_rounding(name: str, value: object) -> None:
-    """Raise ValueError unless the value is "nearest" or "stochastic"."""
-    if value not in ("nearest", "stochastic"):
-        raise ValueError(f"{name}={value!r} is unknown; use 'nearest' or 'stochastic'.")

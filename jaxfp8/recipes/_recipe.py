@@ -5,6 +5,8 @@ Here x is [M, K], w is [K, N], and g [M, N] is the gradient of y:
 - fprop: `y  = x   @ w  `, lhs x, rhs w, contracts K
 - dgrad: `dx = g   @ w^T`, lhs g, rhs w, contracts N
 - wgrad: `dw = x^T @ g  `, lhs x, rhs g, contracts M
+
+`plan_casts` says which of them share one copy of a tensor.
 """
 
 import dataclasses

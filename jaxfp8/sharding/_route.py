@@ -8,7 +8,7 @@ rows of an expert is that of devices, and then of tokens. So it does not depend 
 devices. The way back is the same in reverse, without a sort.
 
 Letters: T tokens of a device, k choices of a token, E experts, D devices along the mesh axis, C
-slots for each of them, S = D * C slots.
+  slots for each of them, S = D * C slots.
 """
 
 import dataclasses

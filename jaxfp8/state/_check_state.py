@@ -19,7 +19,6 @@ from jaxfp8.state._saved import names_of
 from jaxfp8.state._state import LEAVES, MatmulState, is_state
 
 _SHOWN = 10  # faults that a message lists
-_PLACES_SHOWN = 6
 
 
 def check_state(
@@ -146,6 +145,8 @@ def _check_readable(params: PyTree) -> None:
 # The containers of a restored tree often differ from those of the model's tree. A file that is read
 # without a target gives nested dicts. A list becomes a dict with the keys "0", "1" and so on. A
 # Variable of nnx has one more level, "value". So places are compared by name.
+
+_PLACES_SHOWN = 6
 
 
 def _parts_of(state: PyTree, like: PyTree) -> list[tuple[str, MatmulState, Any]]:

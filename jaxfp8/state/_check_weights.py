@@ -37,7 +37,7 @@ def on_host(leaf: Any) -> np.ndarray:
     return np.asarray(leaf)
 
 
-# Whether quantizer states fit the weights of a model, for `check_state(params=)`.
+# The weight of each state, and the comparison of its amax with the scale.
 
 _MOST_GROWTH = 4.0
 """How many times the amax of a weight may exceed the largest value that its scale can hold.

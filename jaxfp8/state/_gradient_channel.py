@@ -97,7 +97,7 @@ class Use:
             others.append(self)
 
 
-# The gradient channel: the next state as the cotangent of the state.
+# The channel: a custom gradient that decodes, commits, and returns the next state.
 
 
 class _Channel(NamedTuple):

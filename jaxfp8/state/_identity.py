@@ -3,6 +3,7 @@
 `check_layout` reads shapes and dtypes while a function is traced. `unset_foreign_rows` compares
 fingerprints. If it can read the values, it raises an error for a wrong fingerprint. A compiled step
 cannot raise an error, so it unsets the row.
+`match_state` does both for the state of one matmul, and compares it with the recipe.
 """
 
 import dataclasses
@@ -137,7 +138,7 @@ def _bits(x: Any) -> Any:
     return lax.bitcast_convert_type(x, jnp.uint32)
 
 
-# Checks at each use that a state belongs to its matmul.
+# The checks: of shapes while a function is traced, and of values.
 
 STACKING = (
     "States of several layers or experts must be stacked along leading axes, before the axis of "
@@ -337,9 +338,8 @@ def match_state(
             f"[{len(recipe.rows)}]{of_groups}. {cure}"
         )
     if state.probe is None:
-        return unset_foreign_rows(
-            state
-        )  # `value_and_grad` already checked a state that has a probe
+        # `value_and_grad` already checked a state that has a probe.
+        return unset_foreign_rows(state)
     ledger = state.probe.ledger
     if ledger is not None and ledger.shape != (*lead, BINS, len(recipe.rows)):
         raise FP8StateError(

@@ -16,6 +16,8 @@ stacked along leading axes, because `commit` would read another axis as rows. A 
 over another axis by mistake. Then it maps the 1024 bins instead of its layers, so JAX or the matmul
 raises an error. If there are as many layers as rows, the shapes of the state do not show the
 mistake, but the ledger does.
+
+Here are also `fork`, for two uses of a state, and the maximum over the mesh.
 """
 
 import dataclasses
@@ -35,8 +37,6 @@ from jaxfp8.numerics._exact import TINY
 from jaxfp8.numerics._granularity import PerAxis, PerTensor
 from jaxfp8.sharding._amax import manual_axes, pmax, types_show_varying, vary_as, varying_axes
 from jaxfp8.state._state import MatmulState, is_state, map_states
-
-# The ledger: the form in which an amax leaves the backward pass, so that sums cannot change it.
 
 BINS = 1024
 """8 bins per octave from 2^-64 to 2^64.

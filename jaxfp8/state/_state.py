@@ -18,7 +18,7 @@ import jax
 from jaxfp8._typing import Array, FP8StateError, PyTree
 from jaxfp8.recipes._recipe import Row
 
-# Quantizer state: the scales and amaxes that delayed scaling keeps between steps.
+# The state of one matmul, and what a step saw of it.
 
 
 @functools.partial(

@@ -140,7 +140,7 @@ class _Stacks:
         return [results[i] for i in range(len(results))]
 
 
-# `value_and_grad` for losses with quantizer state.
+# The gradient by parameters, handles of weights and probes.
 
 
 def value_and_grad(

@@ -11,8 +11,6 @@ from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.recipes._recipe import PlannedCast, Recipe, plan_casts
 from jaxfp8.sharding._shard import Shard
 
-# QuantizedWeight: the FP8 copies of one weight that a model holds.
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightAxes:

@@ -1,4 +1,7 @@
-"""The entry to the cast with known scales: high precision in, QuantizedTensors out."""
+"""The entry to the cast with known scales: high precision in, QuantizedTensors out.
+
+The cast for XLA is here, too.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -28,7 +31,7 @@ def cast_by_xla(
     key: Array | None,
     barriers: bool,
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-    """See `kernels.cast._api.cast_copies`."""
+    """See `cast_copies`."""
     array = value_of(x)
     if not barriers and any(each.in_rows for each in cast.granularities):
         array = _in_its_layout(array)
@@ -58,7 +61,7 @@ def _in_its_layout(x: Array) -> Array:
     )
 
 
-# The entry to the cast with known scales: high precision in, QuantizedTensors out.
+# The backends, and the entry.
 
 
 class KnownScale(NamedTuple):

@@ -42,9 +42,7 @@ from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._rounding import kernel_cast
 from jaxfp8.prologues._prologue import Source, prologue_of
 
-# The kernel of the cast in Pallas (Mosaic GPU): copies with known multipliers.
-#
-# Letters: L the leading axes as one, M, K the last two; T = 128.
+# The kernel: copies with known multipliers.
 
 
 class _Written(NamedTuple):
@@ -173,7 +171,7 @@ class _CopiesKernel:
         staged.values[index] = kernel_cast(rows, multiplier, self.format)
 
 
-# The cast in Pallas (Mosaic GPU), for Hopper and Blackwell.
+# The calls of the kernel: for known scales, and for any multipliers.
 
 
 def cast_copies(

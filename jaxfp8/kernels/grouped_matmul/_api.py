@@ -3,6 +3,8 @@
 A stack is a `QuantizedTensor` whose values and scales have one more axis in front: it holds one
 tensor for each group, or for each tile of rows. Its granularity is that of one of these tensors, as
 under `jax.vmap`.
+
+The grouped matmul by its definition and the one for XLA are here, too.
 """
 
 import functools
@@ -30,7 +32,7 @@ from jaxfp8.sharding._amax import vary_as
 def _grouped_by_definition(
     lhs: QuantizedTensor, rhs: QuantizedTensor, groups: Groups, call: MatmulCall
 ) -> Array:
-    """See `kernels.grouped_matmul._api.multiply`; float32 throughout, on every chip."""
+    """See `multiply`; float32 throughout, on every chip."""
     a, b = (jax.vmap(lambda each: each.dequantize(jnp.float32))(operand) for operand in (lhs, rhs))
 
     def product(a: Array, b: Array) -> Array:
@@ -159,7 +161,7 @@ def _grouped_by_xla(
     return rows_product(product, lhs, rhs, groups, columns, call.out_dtype)
 
 
-# The entry to the grouped matmul: two stacks of QuantizedTensors in, high precision out.
+# The backends, and the entry.
 
 
 def _elsewhere(

@@ -2,6 +2,8 @@
 
 It is one call, so that a kernel can do all of it in one read of x. An amax is that of the array on
 this device. For scales that span devices, and for scales from a state, use `kernels.cast`.
+
+The quantizer for XLA is here, too.
 """
 
 import functools
@@ -26,14 +28,14 @@ from jaxfp8.prologues._prologue import Source, value_of
 def _quantize_by_xla(
     x: Source, cast: Cast, *, key: Array | None, barriers: bool
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-    """See `kernels.quantize._api.quantize`."""
+    """See `quantize`."""
     array = value_of(x)
     cut = jax.lax.optimization_barrier if barriers else lambda arrays: arrays
     scales = [cast.rule.apply(cut(amax(array, each)), cast.format) for each in cast.granularities]
     return cast_api.cast_by_xla(array, cast, scales, key=key, barriers=barriers)
 
 
-# The entry to the quantizer: amax, scale and cast in one call, for every direction.
+# The backends, and the entry.
 
 
 def _elsewhere(

@@ -1,11 +1,11 @@
 """The quantizer in Pallas (Mosaic GPU), for Hopper and Blackwell.
 
-It reads x once for all copies in tiles. Scales that span x need an amax before the
-first value is cast, so x is read twice: once for all amaxes and once for all copies. XLA reads x
-three times for rows and columns, and then transposes values.
+It reads x once for all copies in tiles. Scales that span x need an amax before the first value is
+cast, so x is read twice: once for all amaxes and once for all copies. XLA reads x three times for
+rows and columns, and then transposes values.
 
 Letters: L the leading axes as one, M, K the last two; T = 128; S the side of a tile that shares a
-  scale; B batch, S tokens, H heads, D values of a head.
+  scale.
 """
 
 import dataclasses

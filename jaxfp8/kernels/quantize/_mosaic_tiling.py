@@ -2,6 +2,7 @@
 
 Each block of threads copies a tile of x to shared memory and reads it from there in every
 direction. The kernel calls the functions of `numerics` on registers, so its rules are the same.
+The tiles can also be of rows that are gathered in the same read (`Gathered`).
 
 A block of threads has T rows, and T/S scales for each. TMA writes T scales that are adjacent in
 memory. So the kernel writes scales with the rows as last axis. XLA then gives them the axes of x.

@@ -1,4 +1,7 @@
-"""The entry to the scaled matmul: two QuantizedTensors in, high precision out."""
+"""The entry to the scaled matmul: two QuantizedTensors in, high precision out.
+
+The scaled matmul by its definition is here, too.
+"""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -55,7 +58,7 @@ def _multiply_by_definition(lhs: QuantizedTensor, rhs: QuantizedTensor, call: Ma
     return product.astype(call.out_dtype)
 
 
-# The entry to the scaled matmul: two QuantizedTensors in, high precision out.
+# The backends, and the entry.
 
 
 def _elsewhere(

@@ -12,8 +12,6 @@ from jaxfp8._typing import Array, DType
 from jaxfp8.kernels._on_mesh import write_in_order
 from jaxfp8.numerics._per_block import PerBlock
 
-# MatmulCall: the arguments of a backend of the scaled matmul, besides its operands.
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulCall:

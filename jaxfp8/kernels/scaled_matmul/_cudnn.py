@@ -48,9 +48,8 @@ from jaxfp8.sharding._amax import vary_as
 #
 # `jax.nn.scaled_matmul` is the same operation, but it has two faults on a mesh. Its partitioning
 # rule splits values and scales of the contracted axis independently. If a device then holds part of
-#   a
-# tile, results are wrong without an error (seen with jax 0.12). Also, the type of its result varies
-# over no manual axis, so `jax.shard_map` rejects it. Here tiles stay whole.
+# a tile, results are wrong without an error (seen with jax 0.12). Also, the type of its result
+# varies over no manual axis, so `jax.shard_map` rejects it. Here tiles stay whole.
 #
 # Letters: B batch, M N K the axes of a matmul, T = K / 32 tiles.
 
@@ -123,7 +122,7 @@ def _mapped(local: Callable[..., Array], on_mesh: Callable[..., Array]) -> Calla
     return dot
 
 
-# The block-scaled matmul of Blackwell's tensor cores, through XLA and cuDNN.
+# The backend: operands and scales as that operation reads them.
 
 
 def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:

@@ -263,7 +263,7 @@ def _slice(x: Array, axes: Sequence[int], at: list[Array | int], sizes: list[int
     return x
 
 
-# The scaled matmul for XLA.
+# The backend, which chooses the form.
 
 
 def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:

@@ -26,8 +26,6 @@ from jaxfp8.kernels.scaled_matmul.hopper._memory import (
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import T, float32_of_bytes
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS
 
-_LARGEST = float(jnp.finfo(jnp.float32).max)
-
 # The share of a tile: the part that one consumer computes.
 #
 # The two shares of a tile are one above the other, or side by side (`Tiling.beside`).
@@ -75,6 +73,8 @@ def _load_scales(scales: Any, across: int, *, shared: bool = True) -> Array:
 # It is not scaled if all of K shares its scales (`Scaling.at_end`). The tensor cores of Hopper keep
 # about 14 bits of a sum. So `wgmma` multiplies only one tile along K, and the product is added in
 # float32. A step has `Scaling.parts` tiles along K, each with scales of its own.
+
+_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 def _sums_in_registers(share: _Share) -> tuple[Array, ...]:
@@ -365,6 +365,9 @@ def _scaled_sum(sums: Array, of_rows: Array, of_columns: Array) -> Array:
     )
     # The order of `scaled_matmul._xla._scaled`, so that results have the same bits.
     return sums * jnp.minimum(rows, columns) * jnp.maximum(rows, columns)
+
+
+# A consumer: its share of every tile, one after the other.
 
 
 def _wait_until_written() -> None:

@@ -51,8 +51,6 @@ multiprocessor has 65536.
 #
 # It runs ahead of the consumers while the ring has free slots, also into the next tile of the
 # product. So copies for the next tile are under way while the consumers store the previous one.
-#
-# Letters: B batch, M N K the axes of the matmul; T = 128.
 
 
 def _produce(block: Block) -> None:
@@ -110,7 +108,7 @@ def _of_step(
     box: Axes, scaling: Scaling, step: Array, first: Array
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Indices of a step's scales: in global memory (without B), and in a slot."""
-    # Square tiles of 32: `_matmul.laid` makes the scales of a step adjacent. A slot may be longer
+    # Square tiles of 32: `lay_out_scales` makes the scales of a step adjacent. A slot may be longer
     # than the box, because it is rounded up to whole units of TMA.
     if len(box) == 1:
         cells = pl.ds(lax.div(first, scaling.tile) * scaling.parts, box[0])
@@ -118,14 +116,14 @@ def _of_step(
     return (pl.ds(step * scaling.parts, box[0]), pl.ds(first, box[1])), ()
 
 
+# The whole kernel, for one matmul or for groups.
+
+
 def _consume(block: Block, warpgroup: Array) -> None:
     """Compute and store this warpgroup's share of each tile of the block."""
     # It takes the registers that the producer gives back (`_produce`).
     plgpu.set_max_registers(_MULTIPLYING_REGISTERS, action="increase")
     consume(block, warpgroup)
-
-
-# The kernel of Hopper's scaled matmul.
 
 
 def dense_kernel(matmul: Matmul) -> Callable[..., Array]:

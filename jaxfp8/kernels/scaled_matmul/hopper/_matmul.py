@@ -27,9 +27,6 @@ from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T, float32_of_
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS, Tiling
 from jaxfp8.numerics._formats import E8M0
 
-# One matmul, as Hopper's kernel divides it: the sizes that are known before the kernel runs.
-
-
 _Grouping: TypeAlias = Literal["rows", "groups"]
 
 

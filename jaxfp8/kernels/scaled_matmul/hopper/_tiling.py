@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
 
-# How Hopper's matmul is divided into tiles: a dataclass, its budgets, and a table to choose from.
+# Tilings: a dataclass, its budgets, and a table to choose from.
 
 ROWS = 64
 """Rows of one `wgmma`."""
@@ -201,6 +201,23 @@ compared.
 """
 
 
+def search_space() -> Iterator[Tiling]:
+    """The tilings that an autotuner tries: `CHOICES` and similar ones. Some do not fit a matmul."""
+    yield from CHOICES.values()
+    shapes = (
+        (64, 32, True),
+        (64, 32, False),
+        (64, 64, True),
+        (64, 64, False),
+        (64, 128, False),
+        (128, 64, False),
+    )
+    for (rows, columns, beside), stages, cluster in itertools.product(shapes, (4, 5, 6, 8), (1, 2)):
+        tiling = Tiling(rows=rows, columns=columns, beside=beside, stages=stages, cluster=cluster)
+        if tiling not in CHOICES.values() and (columns > 32 or stages == 8):
+            yield tiling
+
+
 # Grouped matmuls: which rows, which matrix and how many steps each tile of the product has.
 #
 # The kernel reads this from small arrays in global memory. So one compiled kernel serves groups of
@@ -230,20 +247,3 @@ class GroupSteps(NamedTuple):
 
     first: Any
     count: Any
-
-
-def search_space() -> Iterator[Tiling]:
-    """The tilings that an autotuner tries: `CHOICES` and similar ones. Some do not fit a matmul."""
-    yield from CHOICES.values()
-    shapes = (
-        (64, 32, True),
-        (64, 32, False),
-        (64, 64, True),
-        (64, 64, False),
-        (64, 128, False),
-        (128, 64, False),
-    )
-    for (rows, columns, beside), stages, cluster in itertools.product(shapes, (4, 5, 6, 8), (1, 2)):
-        tiling = Tiling(rows=rows, columns=columns, beside=beside, stages=stages, cluster=cluster)
-        if tiling not in CHOICES.values() and (columns > 32 or stages == 8):
-            yield tiling
