@@ -89,10 +89,15 @@ class Instruction(NamedTuple):
         return self.opcode.endswith(("-done", "-update"))
 
     @property
+    def op_name(self) -> str | None:
+        """The jax operation that the instruction came from, if XLA names it."""
+        found = _OP_NAME.search(self.attributes)
+        return found[1] if found else None
+
+    @property
     def label(self) -> str:
         """The jax operation that the instruction came from, or its own name."""
-        found = _OP_NAME.search(self.attributes)
-        return found[1] if found else self.name
+        return self.name if self.op_name is None else self.op_name
 
     @property
     def call_target(self) -> str:

@@ -31,7 +31,6 @@ from jaxfp8.programs._hlo import (
 # `jax.checkpoint` computes again.
 
 _Phase = Literal["other", "forward", "backward"]
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _ORDER: tuple[_Phase, ...] = ("other", "forward", "backward")
 
 
@@ -42,13 +41,13 @@ def _latest(phases: Iterable[_Phase]) -> _Phase:
 
 def _named_phase(instruction: Instruction) -> _Phase | None:
     """The phase that the name of an instruction says. None without a name of JAX."""
-    found = _OP_NAME.search(instruction.attributes)
+    name = instruction.op_name
     # Parameters have the names of arguments.
-    if found is None or instruction.opcode == "parameter":
+    if name is None or instruction.opcode == "parameter":
         return None
-    if "transpose(" in found[1]:
+    if "transpose(" in name:
         return "backward"
-    return "forward" if "jvp(" in found[1] else "other"
+    return "forward" if "jvp(" in name else "other"
 
 
 class _Phases:
