@@ -81,6 +81,7 @@ def lengths(source: Source) -> dict[str, Any]:
     the lines with a comment, also behind code. `imports` is the share of lines of code.
     """
     sizes: dict[str, int] = {}
+    classes = 0
     kinds: Counter[str] = Counter()
     for path, tree in source.trees.items():
         text = (source.root / path).read_text()
@@ -90,6 +91,7 @@ def lengths(source: Source) -> dict[str, Any]:
             node for node in nodes if isinstance(node, ast.Expr) and is_text(node)
         )
         imports = lines_of(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+        classes += sum(isinstance(node, ast.ClassDef) for node in nodes)
         code, comments = _tokens(text)
         kinds.update(code=len(code - docstrings), docstrings=len(docstrings))
         kinds.update(comments=len(comments), imports=len(imports))
@@ -102,9 +104,23 @@ def lengths(source: Source) -> dict[str, Any]:
         "longest": sizes[longest],
         "longest_file": f"{source.root.name}/{longest}",
         "lines": sum(sizes.values()),
+        "classes": classes,
         **kinds,
         "share of imports": round(100 * kinds["imports"] / kinds["code"], 1),
     }
+
+
+def private_imports(source: Source) -> list[str]:
+    """What the package imports from private modules of others, or by a private name."""
+    found: set[str] = set()
+    for tree in source.trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    foreign = {name for name in found if name.split(".")[0] not in (source.root.name, "__future__")}
+    return sorted(name for name in foreign if any(part[0] == "_" for part in name.split(".")))
 
 
 def packed_kib(root: Path) -> float:

@@ -30,7 +30,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 from _doors import doors
 from _names import docstring_lines, inner_names
 from _passes import RECIPES, trace_figures
-from _source import PARAMETERS, Source, functions, lengths, packed_kib, read
+from _source import PARAMETERS, Source, functions, lengths, packed_kib, private_imports, read
 from _walk import climbs, way_of_lhs
 from import_time import STEPS, measure
 
@@ -61,6 +61,7 @@ def function_figures(source: Source) -> Figures:
 
 def line_figures(source: Source) -> Figures:
     size = lengths(source)
+    private = private_imports(source)
     figures = {
         "files": size["files"],
         "files without faces": size["files without faces"],
@@ -72,9 +73,12 @@ def line_figures(source: Source) -> Figures:
         "lines with a comment": size["comments"],
         "lines of imports": size["imports"],
         "imports, % of lines of code": size["share of imports"],
+        "docstrings, % of lines": round(100 * size["docstrings"] / size["lines"], 1),
+        "classes": size["classes"],
+        "private imports of other packages": len(private),
         "files in a zip, KiB": packed_kib(source.root),
     }
-    return figures, {"longest file": size["longest_file"]}
+    return figures, {"longest file": size["longest_file"], "private imports": private}
 
 
 def name_figures(source: Source) -> Figures:
@@ -132,7 +136,8 @@ def listing(lists: dict[str, Any]) -> str:
         for row in lists[title]:
             where = f"{row['file']}:{row['line']}"
             lines.append(f"{row['parameters']:4}  {row['function']}  {where}")
-    for title in ("inner names that no other file imports", f"way of lhs, {RECIPES[0]}"):
+    way = f"way of lhs, {RECIPES[0]}"
+    for title in ("private imports", "inner names that no other file imports", way):
         lines += ["", title, *(f"      {each}" for each in lists[title])]
     return "\n".join(lines)
 

@@ -148,8 +148,20 @@ def test_lines(tiny):
     blank = sum(not line.strip() for line in text.splitlines())
     assert size["code"] == size["lines"] - blank - size["docstrings"]
     assert size["share of imports"] == round(100 * size["imports"] / size["code"], 1)
+    assert size["classes"] == 4
     with pytest.raises(ValueError, match=r"has no __init__\.py; pass the folder of a package"):
         counter.read(tiny.parent)
+
+
+def test_private_imports(tiny):
+    import _source as counter
+
+    (tiny / "_user.py").write_text(
+        "from __future__ import annotations\nimport jax._src.core, jax.numpy\n"
+        "from jaxlib import _jax, xla_client\nfrom tiny._inner import _Hidden\n"
+        "from . import _inner\n"
+    )
+    assert counter.private_imports(counter.read(tiny)) == ["jax._src.core", "jaxlib._jax"]
 
 
 def test_names(tiny):
@@ -298,7 +310,7 @@ def test_a_table_without_older_figures():
 
 @pytest.mark.slow  # traces fifteen train steps
 def test_writes_and_compares(tmp_path):
-    path, before = tmp_path / "now.json", FOLDER / "results" / "before_rooms.json"
+    path, before = tmp_path / "now.json", FOLDER / "results" / "before_mechanisms.json"
     finished = run("--json", path, "--compare", before)
     assert finished.returncode == 0, finished.stderr
     result = json.loads(path.read_text())
