@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 import flax.linen as nn
 
+from jaxfp8._layer_arguments import documented
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, FP8StateError
 from jaxfp8.linen._matmul_module import MatmulModule
 from jaxfp8.linen._state import matmul_state, stored_state
@@ -25,22 +26,14 @@ from jaxfp8.state._state import MatmulState
 # `FP8DotGeneral`: the module that flax's layers call for their matmul.
 
 
+@documented
 class FP8DotGeneral(MatmulModule):
     """A module that is called like `jax.lax.dot_general`, with the state of one matmul.
 
-    `fp8.dot_general` explains the arguments after `recipe`.
+    The arguments after `recipe` are options of `fp8.dot_general`.
 
     Attributes:
       recipe: which quantizer for which operand. Default: delayed scaling.
-      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
-      x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
-      w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
-      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
-      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
-        Default: None, for `fp8.value_and_grad`.
-      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
-        `fp8.dot_general`. Default: None, FP8 copies are saved.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -129,22 +122,14 @@ class Plug:
 # `FP8EinsumOp`: an einsum with quantizer state, for linen modules that call einsum themselves.
 
 
+@documented
 class FP8EinsumOp(MatmulModule):
     """A module that is called like `jnp.einsum` of two operands, with the state of one matmul.
 
-    `fp8.dot_general` explains the arguments after `recipe`.
+    The arguments after `recipe` are options of `fp8.dot_general`.
 
     Attributes:
       recipe: which quantizer for which operand. Default: delayed scaling.
-      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
-      x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
-      w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
-      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
-      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
-        Default: None, for `fp8.value_and_grad`.
-      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
-        `fp8.dot_general`. Default: None, FP8 copies are saved.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp

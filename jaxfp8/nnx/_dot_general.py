@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxfp8._call import option_names
+from jaxfp8._layer_arguments import documented
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, FP8StateError
 from jaxfp8.matmul._given import needs_operands, refuse_class
 from jaxfp8.matmul._options import LayerOptions, MatmulOptions, options_of, read_options
@@ -127,23 +128,16 @@ class AbstractFP8Matmul(nnx.Module):
         return make_concrete(self.state.get_value())
 
 
+@documented
 class FP8DotGeneral(AbstractFP8Matmul):
     """A module that is called like `jax.lax.dot_general`, for `dot_general=` of nnx layers.
+
+    The arguments after `rngs` are options of `fp8.dot_general`.
 
     Args:
       recipe: which quantizer for which operand. Default: delayed scaling.
       rngs: `nnx.Rngs` for recipes that round stochastically. Its stream "fp8" gives the keys, or
-        its default stream. Default: None.
-      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
-      x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
-      w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
-      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
-      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
-        Default: None, for `fp8.nnx.value_and_grad`.
-      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
-        `fp8.dot_general`. Default: None, FP8 copies are saved.
-      **options: the last six, by name. `fp8.dot_general` explains them.
+        its default stream.
 
     Raises:
       TypeError: if `recipe` is not a Recipe, or if an option is unknown.
@@ -202,23 +196,16 @@ def _called_by_einsum() -> bool:
     return sys._getframe(3).f_globals.get("__name__") == _EINSUM
 
 
+@documented
 class FP8EinsumOp(AbstractFP8Matmul):
     """A module that is called like `jnp.einsum` of two operands, for `einsum_op=` of `nnx.Einsum`.
+
+    The arguments after `rngs` are options of `fp8.dot_general`.
 
     Args:
       recipe: which quantizer for which operand. Default: delayed scaling.
       rngs: `nnx.Rngs` for recipes that round stochastically. Its stream "fp8" gives the keys, or
-        its default stream. Default: None.
-      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
-      x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
-      w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
-      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
-      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
-        Default: None, for `fp8.nnx.value_and_grad`.
-      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
-        `fp8.dot_general`. Default: None, FP8 copies are saved.
-      **options: the last six, by name. `fp8.dot_general` explains them.
+        its default stream.
 
     Raises:
       TypeError: if `recipe` is not a Recipe, or if an option is unknown.
