@@ -9,7 +9,7 @@ import contextvars
 import dataclasses
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import flax.core.lift
@@ -136,12 +136,11 @@ def matmul_state(
     """The state of a module's matmul. `init` creates it. () for a recipe without state.
 
     Modules of one scope need states of different names. `stacked` is (E,) for a state of each of E
-    groups. FP8StateError if the module is applied without its collection, or if `nn.scan` carries
-    it, or broadcasts it although it leaves by the gradient channel.
+    groups. FP8StateError if the module is applied without its collection, or if `nn.scan`
+    broadcasts it although it leaves by the gradient channel.
     """
     if not recipe.rows:
         return ()
-    _refuse_carry(module)
     if channel == "gradient":
         _refuse_broadcast(module)
     collection = home.get()
@@ -165,49 +164,25 @@ def stored_state(module: nn.Module, recipe: Recipe, name: str = NAME) -> MatmulS
     return make_concrete(meta.unbox(module.get_variable(home.get(), name))) if recipe.rows else ()
 
 
-def _refuse_carry(module: nn.Module) -> None:
-    """Raise FP8StateError inside `nn.scan(variable_carry=)` of the collection.
-
-    Without this check jax raises an error that names neither flax's argument nor the collection.
-    flax gives a module no way to ask what a scan carries. So this function reads the local
-    variables of flax's stack frame. If flax renames them, users see jax's error instead.
-    """
-    if module.has_variable(COLLECTION, NAME) and module.is_mutable_collection(COLLECTION):
-        return  # flax can carry a variable that exists before the scan and that every call returns
-    for broadcast, carried in _scans():
-        if in_filter(carried, home.get()) and not in_filter(broadcast, home.get()):
-            raise FP8StateError(
-                f"nn.scan(variable_carry={carried!r}) carries {COLLECTION!r}. flax can carry "
-                "only variables that exist before the scan. Leave it out of variable_carry, "
-                f"and write variable_axes={{{COLLECTION!r}: 0}} for one state per layer, or "
-                f"variable_broadcast={COLLECTION!r} for one shared state."
-            )
-
-
 def _refuse_broadcast(module: nn.Module) -> None:
     """Raise FP8StateError inside `nn.scan(variable_broadcast=)` of the collection.
 
-    JAX would add the next states of all iterations. If flax renames its local variables, the next
-    step gives NaN instead.
+    JAX would add the next states of all iterations, and the next step would give NaN.
     """
-    for broadcast, _ in _scans():
-        if in_filter(broadcast, home.get()):
-            raise FP8StateError(
-                f"{'/'.join(module.path) or type(module).__name__} has "
-                f'state_channel="gradient" inside nn.scan(variable_broadcast={broadcast!r}), which '
-                f"shares {COLLECTION!r} between all iterations. JAX would add their states. Write "
-                f"variable_axes={{{COLLECTION!r}: 0}} for one state per layer. For one shared "
-                "state use fp8.value_and_grad and state_channel=None."
-            )
-
-
-def _scans() -> Iterator[tuple[Any, Any]]:
-    """variable_broadcast and variable_carry of each `nn.scan` that this code runs in."""
+    # flax gives a module no way to ask what a scan broadcasts. So this reads the local variables of
+    # its stack frame. If flax renames them, only the error is lost.
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _pack_code and frame.f_locals.get("name") == "scan":
-            filters: tuple[Any, ...] = frame.f_locals.get("in_variable_filters", (False, False))
-            yield filters[0], filters[1]
+            broadcast: Any = frame.f_locals.get("in_variable_filters", (False,))[0]
+            if in_filter(broadcast, home.get()):
+                raise FP8StateError(
+                    f"{'/'.join(module.path) or type(module).__name__} has "
+                    f'state_channel="gradient" inside nn.scan(variable_broadcast={broadcast!r}), '
+                    f"which shares {COLLECTION!r} between all iterations. JAX would add their "
+                    f"states. Write variable_axes={{{COLLECTION!r}: 0}} for one state per layer. "
+                    "For one shared state use fp8.value_and_grad and state_channel=None."
+                )
         frame = frame.f_back
 
 
