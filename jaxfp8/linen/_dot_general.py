@@ -82,9 +82,7 @@ class FP8DotGeneral(MatmulModule):
         prologue: AbstractPrologue | None = None,
     ) -> Array:
         """Multiply lhs and rhs. For the arguments, see `fp8.dot_general`."""
-        options = self.matmul_options()
-        options["out_sharding"] = out_sharding
-        options["prologue"] = prologue
+        options = self.matmul_options(out_sharding=out_sharding, prologue=prologue)
         return dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe=self.recipe,
             state=matmul_state(self, self.recipe, self.state_channel), bias=bias, **options,
@@ -189,13 +187,11 @@ class FP8EinsumOp(MatmulModule):
           >>> Gated().init_with_output(jax.random.key(0), x, x)[0].shape
           (3, 4)
         """
-        state, options = self._stored(), self.matmul_options()
-        options["out_sharding"] = out_sharding
-        options["prologue"] = prologue
+        state = self._stored()
+        options = self.matmul_options(out_sharding=out_sharding, prologue=prologue)
         return einsum(
             equation, lhs, rhs, recipe=self.recipe, state=state, precision=precision,
-            preferred_element_type=preferred_element_type,
-            **options,
+            preferred_element_type=preferred_element_type, **options,
         )  # fmt: skip
 
     @property

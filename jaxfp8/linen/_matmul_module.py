@@ -1,7 +1,7 @@
 """The base class of linen modules with an FP8 matmul: the recipe, the options and the PRNG key."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import flax.linen as nn
 import jax
@@ -45,13 +45,9 @@ class MatmulModule(nn.Module):
         super().__post_init__()
 
     @nn.nowrap
-    def matmul_options(self) -> MatmulOptions:
-        """All arguments of the matmul at this call but operands and state.
-
-        Outside of `jax.shard_map`, `init` leaves out the shards. Its arrays are not split, and it
-        may run without a mesh.
-        """
-        return matmul_options(self, self.recipe, options_of(self))
+    def matmul_options(self, **given: Unpack[MatmulOptions]) -> MatmulOptions:
+        """The options of the matmul at this call, with those that the call is given."""
+        return matmul_options(self, self.recipe, options_of(self), **given)
 
 
 class ExpertsModule(nn.Module, kw_only=True):
@@ -79,11 +75,14 @@ def _check(module: Any) -> None:
     check_save_original(module.save_original)
 
 
-def matmul_options(module: nn.Module, recipe: Recipe, given: LayerOptions) -> MatmulOptions:
-    """The options of a matmul that runs in `module`; see `MatmulModule.matmul_options`."""
-    options = MatmulOptions(**given)
+def matmul_options(
+    module: nn.Module, recipe: Recipe, kept: LayerOptions, **given: Unpack[MatmulOptions]
+) -> MatmulOptions:
+    """The options of a matmul that runs in `module`: those it keeps, and those of the call."""
+    options: MatmulOptions = {**kept, **given}
     options["name"] = "/".join(module.path)
     if module.is_initializing():
+        # Outside of `jax.shard_map` arrays of `init` are not split, and there may be no mesh.
         for name in ("x_shard", "w_shard", "y_shard"):
             shard: Any = options.get(name)
             if shard is not None and not is_local_shard(shard):

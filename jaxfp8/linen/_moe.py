@@ -16,7 +16,7 @@ from jaxfp8.linen._layers import FP8Dense
 from jaxfp8.linen._matmul_module import ExpertsModule, init_local_shard, matmul_options
 from jaxfp8.linen._state import matmul_state
 from jaxfp8.matmul._options import StateChannel, as_array, check_high_precision
-from jaxfp8.moe._experts import ExpertParallel, check_clamp, split_gate
+from jaxfp8.moe._experts import ExpertParallel, split_gate
 from jaxfp8.moe._mixture import (
     MoEStats,
     apply_mixture,
@@ -24,7 +24,7 @@ from jaxfp8.moe._mixture import (
     check_tokens,
     count_local_experts,
 )
-from jaxfp8.moe._router import Scores, check_scores
+from jaxfp8.moe._router import Scores
 from jaxfp8.ops._ragged_dot import ragged_dot
 from jaxfp8.prologues._prologue import SwiGLU
 from jaxfp8.recipes._presets import delayed
@@ -112,9 +112,9 @@ class FP8MoE(ExpertsModule):
     state_per_expert: bool = True
 
     def __post_init__(self) -> None:
-        check_mixture(self.experts, self.hidden, self.k, self.shared, self.parallel)
-        check_scores(self.scores)
-        check_clamp(self.clamp)
+        check_mixture(
+            self.experts, self.hidden, self.k, self.shared, self.parallel, self.scores, self.clamp
+        )
         super().__post_init__()
 
     @nn.compact

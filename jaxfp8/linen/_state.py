@@ -31,60 +31,43 @@ from jaxfp8.weights._quantized_weight import QuantizedWeight
 
 # Quantizer state and weights in FP8 in flax's serialization, for instance `to_bytes`.
 
-_ARRAYS = ("values", "scales", "amaxes", "original")
+_ARRAYS = {
+    QuantizedTensor: ("values", "scale"),
+    QuantizedWeight: ("values", "scales", "amaxes", "original"),
+}
 
 
-def _dict_of_weight(weight: QuantizedWeight) -> dict[str, Any]:
-    """The arrays of a weight in FP8 by name."""
-    return {name: flax.serialization.to_state_dict(getattr(weight, name)) for name in _ARRAYS}
+def _dict_of_fp8(node: QuantizedTensor | QuantizedWeight) -> dict[str, Any]:
+    """The arrays of an FP8 tensor or weight by name."""
+    names = _ARRAYS[type(node)]
+    return {name: flax.serialization.to_state_dict(getattr(node, name)) for name in names}
 
 
-def _weight_from_dict(weight: QuantizedWeight, values: PyTree) -> QuantizedWeight:
-    """A weight in FP8 with the arrays of `_dict_of_weight`, checked against those of `weight`."""
-    path = flax.serialization.current_path()
-    if not isinstance(values, dict) or set(values) != set(_ARRAYS):
+def _fp8_from_dict(node: Any, saved: PyTree) -> Any:
+    """`node` with the arrays of `_dict_of_fp8`, if they have its shapes and dtypes."""
+    path, names = flax.serialization.current_path(), _ARRAYS[type(node)]
+    target = f"an FP8 tensor {list(node.shape)}" if isinstance(node, QuantizedTensor) else str(node)
+    if not isinstance(saved, dict) or set(saved) != set(names):
         raise ValueError(
-            f"{path}: the target is {weight}, but the saved tree has no weight in FP8 there. "
-            "Restore the weights in high precision, then call fp8.quantize_params."
+            f"{path}: the target is {target}, but the saved tree has none there. Restore into a "
+            "target that was made as the saved tree was. For FP8 weights call fp8.quantize_params "
+            "after parameters are restored in high precision."
         )
     restored = {
-        name: flax.serialization.from_state_dict(getattr(weight, name), values[name], name)
-        for name in _ARRAYS
+        name: flax.serialization.from_state_dict(getattr(node, name), saved[name], name)
+        for name in names
     }
-    arrays = weight.values + weight.scales, restored["values"] + restored["scales"]
-    for mine, theirs in zip(*arrays, strict=True):
-        if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
-            raise ValueError(
-                f"{path}: the target is {weight}, with an array {mine.dtype}{list(mine.shape)}. "
-                f"The saved one is {theirs.dtype}{list(theirs.shape)}. Quantize the target with "
-                "the recipe and the axes of the saved weight."
-            )
-    return dataclasses.replace(weight, **restored)
-
-
-def _dict_of_tensor(tensor: QuantizedTensor) -> dict[str, Any]:
-    """The arrays of an FP8 tensor by name."""
-    return {"values": tensor.values, "scale": tensor.scale}
-
-
-def _tensor_from_dict(tensor: QuantizedTensor, values: PyTree) -> QuantizedTensor:
-    """An FP8 tensor with the arrays of `_dict_of_tensor`, checked against those of `tensor`."""
-    path = flax.serialization.current_path()
-    mine = _dict_of_tensor(tensor)
-    if not isinstance(values, dict) or set(values) != set(mine):
-        raise ValueError(
-            f"{path}: the target is an FP8 tensor {list(tensor.shape)}, but the saved tree has "
-            "none there. Restore into a target that was made as the saved tree was."
-        )
-    for name, array in mine.items():
-        found = values[name]
-        if (found.shape, found.dtype) != (array.shape, array.dtype):
-            raise ValueError(
-                f"{path}: the target has {name} {array.dtype}{list(array.shape)}, and the saved "
-                f"tree {found.dtype}{list(found.shape)}. Restore into a target that was made as "
-                "the saved tree was."
-            )
-    return dataclasses.replace(tensor, **values)
+    for name in names:
+        # amaxes and original may be None in one of both
+        pairs = zip(*map(jax.tree.leaves, (getattr(node, name), restored[name])), strict=False)
+        for mine, theirs in pairs:
+            if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+                raise ValueError(
+                    f"{path}: the target is {target}, with {name} {mine.dtype}{list(mine.shape)}. "
+                    f"The saved ones are {theirs.dtype}{list(theirs.shape)}. Restore into a target "
+                    "that was made as the saved tree was, with the same recipe and axes."
+                )
+    return dataclasses.replace(node, **restored)
 
 
 def _dict_of_state(state: MatmulState) -> dict[str, Any]:
@@ -107,8 +90,8 @@ def _state_from_dict(state: MatmulState, values: dict[str, Any]) -> MatmulState:
 
 
 flax.serialization.register_serialization_state(MatmulState, _dict_of_state, _state_from_dict)
-flax.serialization.register_serialization_state(QuantizedTensor, _dict_of_tensor, _tensor_from_dict)
-flax.serialization.register_serialization_state(QuantizedWeight, _dict_of_weight, _weight_from_dict)
+for _kind in _ARRAYS:
+    flax.serialization.register_serialization_state(_kind, _dict_of_fp8, _fp8_from_dict)
 
 
 # The collection in which linen layers keep their quantizer state.

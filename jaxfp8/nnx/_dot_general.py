@@ -22,7 +22,7 @@ from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._presets import check_recipe, delayed
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.state._init import init_state, make_concrete
+from jaxfp8.state._init import make_concrete, unset_state
 from jaxfp8.state._state import MatmulState
 
 LATER: Any = object()
@@ -32,12 +32,6 @@ _KEYS = "fp8"
 
 If this stream is missing, `nnx.Rngs` gives its default stream.
 """
-
-
-def _new_state(recipe: Recipe) -> FP8State | None:
-    """A Variable with the unset state of one matmul. None for a recipe without state."""
-    state = init_state(recipe)
-    return FP8State(state) if isinstance(state, MatmulState) else None
 
 
 class AbstractFP8Matmul(nnx.Module):
@@ -67,7 +61,8 @@ class AbstractFP8Matmul(nnx.Module):
         check_kernels(kept.kernels)
         for name in option_names(LayerOptions):  # `options_of` reads them
             setattr(self, name, getattr(kept, name))
-        self.state = nnx.data(_new_state(self.recipe))
+        rows = self.recipe.rows
+        self.state: Any = nnx.data(FP8State(unset_state(rows)) if rows else None)
         self.keys: Any = nnx.data(None)
         self.made_in_a_loss = in_a_loss()
         # `fp8.diagnostics.collect(model)` sets it, because a module of nnx does not know its path.
@@ -99,9 +94,9 @@ class AbstractFP8Matmul(nnx.Module):
         self.keys = nnx.data(stream.fork())
         self.deterministic = False
 
-    def matmul_options(self) -> MatmulOptions:
-        """The options of the matmul at this call: all arguments but operands and state."""
-        options = MatmulOptions(**options_of(self))
+    def matmul_options(self, **given: Unpack[MatmulOptions]) -> MatmulOptions:
+        """The options of the matmul at this call, with those that the call is given."""
+        options: MatmulOptions = {**options_of(self), **given}
         options["name"] = self.name
         if self.keys is not None and not self.deterministic:
             options["key"] = self.keys()
@@ -175,9 +170,7 @@ class FP8DotGeneral(AbstractFP8Matmul):
                 "Write _dot_general=FP8EinsumOp(recipe).dot_general, or call the FP8EinsumOp "
                 "itself."
             )
-        options = self.matmul_options()
-        options["out_sharding"] = out_sharding
-        options["prologue"] = prologue
+        options = self.matmul_options(out_sharding=out_sharding, prologue=prologue)
         return dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe=self.recipe,
             state=self.matmul_state, bias=bias, **options,
@@ -241,13 +234,10 @@ class FP8EinsumOp(AbstractFP8Matmul):
           >>> op("bd,dk->bk", (gate, up), w, prologue=fp8.prologues.SwiGLU()).shape
           (3, 4)
         """
-        options = self.matmul_options()
-        options["out_sharding"] = out_sharding
-        options["prologue"] = prologue
+        options = self.matmul_options(out_sharding=out_sharding, prologue=prologue)
         return einsum(
             equation, lhs, rhs, recipe=self.recipe, state=self.matmul_state, precision=precision,
-            preferred_element_type=preferred_element_type,
-            **options,
+            preferred_element_type=preferred_element_type, **options,
         )  # fmt: skip
 
     @property

@@ -10,10 +10,10 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jaxfp8._call import check_options, option_names
 from jaxfp8._layer_arguments import documented
 from jaxfp8._typing import Array, DType
-from jaxfp8.matmul._options import LayerOptions, UnshardedOptions, as_array, check_high_precision
-from jaxfp8.moe._experts import ExpertParallel, check_clamp, split_gate
+from jaxfp8.matmul._options import UnshardedOptions, as_array, check_high_precision
+from jaxfp8.moe._experts import ExpertParallel, split_gate
 from jaxfp8.moe._mixture import MoEStats, apply_mixture, check_mixture, check_tokens
-from jaxfp8.moe._router import Scores, check_scores
+from jaxfp8.moe._router import Scores
 from jaxfp8.nnx._dot_general import LATER, AbstractFP8Matmul
 from jaxfp8.nnx._layers import FP8Linear
 from jaxfp8.nnx._state import FP8State
@@ -26,19 +26,27 @@ from jaxfp8.state._init import unset_state
 # `FP8MoE`: a layer of experts with its router.
 
 
-class ExpertKernels(AbstractFP8Matmul):
+class _GroupedMatmul(AbstractFP8Matmul):
+    """A matmul of groups. `stacked` is (E,) for a state of each of E groups, else ()."""
+
+    def __init__(
+        self, recipe: Recipe | None, stacked: tuple[int, ...], **options: Unpack[UnshardedOptions]
+    ) -> None:
+        super().__init__(recipe, rngs=LATER, **options)
+        if self.recipe.rows:
+            self.state = FP8State(unset_state(self.recipe.rows, stacked))
+
+    def options_of_groups(self, known: type) -> Any:
+        """The options of the matmul at this call that a TypedDict lists. It has no shards."""
+        options = self.matmul_options()
+        return {name: each for name, each in options.items() if name in option_names(known)}
+
+
+class ExpertKernels(_GroupedMatmul):
     """The matrices of all experts of one matmul, with its state. `FP8MoE` multiplies."""
 
     argument: ClassVar[str] = "kernels"
-
-    def __init__(
-        self, recipe: Recipe | None, kernel: Array, stacked: tuple[int, ...],
-        **options: Unpack[LayerOptions],
-    ) -> None:  # fmt: skip
-        super().__init__(recipe, rngs=LATER, **options)
-        self.kernel = nnx.Param(kernel)
-        if self.recipe.rows:
-            self.state = FP8State(unset_state(self.recipe.rows, stacked))
+    kernel: nnx.Param[Array]
 
 
 @documented
@@ -102,16 +110,16 @@ class FP8MoE(nnx.Module):
         **options: Unpack[UnshardedOptions],
     ) -> None:
         check_options("fp8.nnx.FP8MoE", UnshardedOptions, options)
-        check_mixture(experts, hidden, k, shared, parallel)
-        check_scores(scores)
-        check_clamp(clamp)
+        check_mixture(experts, hidden, k, shared, parallel, scores, clamp)
         router_init = router_init or nnx.initializers.lecun_normal()
         kernel_init = kernel_init or nnx.initializers.lecun_normal(batch_axis=(0,))
         stacked = (experts,) if state_per_expert else ()
 
         def matrices(k: int, n: int) -> ExpertKernels:
             kernel = kernel_init(rngs.params(), (experts, k, n), param_dtype)
-            return ExpertKernels(recipe, kernel, stacked=stacked, **options)
+            matmul = ExpertKernels(recipe, stacked, **options)
+            matmul.kernel = nnx.Param(kernel)
+            return matmul
 
         self.router = nnx.Param(router_init(rngs.params(), (features, experts), jnp.float32))
         self.w_in, self.w_out = matrices(features, 2 * hidden), matrices(hidden, features)
@@ -135,8 +143,7 @@ class FP8MoE(nnx.Module):
         w_in, w_out = self.w_in.kernel[...], self.w_out.kernel[...]
         check_high_precision("FP8MoE", w_in=w_in, w_out=w_out)
         x, w_in, w_out = promote_dtype((inputs, w_in, w_out), dtype=self.dtype)
-        known, given = option_names(CombineOptions), self.w_in.matmul_options()
-        options: Any = {name: value for name, value in given.items() if name in known}
+        options = self.w_in.options_of_groups(CombineOptions)
         if options["name"] is not None:  # the path of w_in
             options["name"] = options["name"].rpartition("/")[0]
         y, stats = apply_mixture(
@@ -152,27 +159,18 @@ class FP8MoE(nnx.Module):
 # `FP8GroupedLinear`: a dense layer with a kernel for each group of rows, for experts.
 
 
-class FP8RaggedDot(AbstractFP8Matmul):
+class FP8RaggedDot(_GroupedMatmul):
     """The grouped matmul of an `FP8GroupedLinear`, with its state."""
 
     argument: ClassVar[str] = "ragged_dot"
-
-    def __init__(
-        self, recipe: Recipe | None, stacked: tuple[int, ...], **options: Unpack[LayerOptions]
-    ) -> None:
-        super().__init__(recipe, rngs=LATER, **options)
-        if self.recipe.rows:
-            self.state = FP8State(unset_state(self.recipe.rows, stacked))
 
     def __call__(
         self, x: Array, w: Array, group_sizes: Array, precision: Any, bias: Array | None
     ) -> Array:
         """Multiply rows x [T, K] by the matrices w [E, K, N] of their groups."""
-        known = option_names(RaggedDotOptions)
-        options: Any = {n: v for n, v in self.matmul_options().items() if n in known}
         return ragged_dot(
             x, w, group_sizes, recipe=self.recipe, state=self.matmul_state, precision=precision,
-            bias=bias, **options,
+            bias=bias, **self.options_of_groups(RaggedDotOptions),
         )  # fmt: skip
 
 
