@@ -53,8 +53,7 @@ class FP8DotGeneral(MatmulModule):
 
         Args:
           recipe: which quantizer for which operand.
-          **options: `reduce_axes`, `x_shard`, `w_shard`, `y_shard`, `kernels`, `state_channel`;
-            see `fp8.dot_general`.
+          **options: other fields of `FP8DotGeneral`, which explains them.
 
         Returns:
           A callable that flax calls in each layer to make its `FP8DotGeneral`.
@@ -170,23 +169,7 @@ class FP8EinsumOp(MatmulModule):
         out_sharding: Any = None,
         prologue: AbstractPrologue | None = None,
     ) -> Array:
-        """Compute the einsum. For the arguments, see `fp8.einsum`.
-
-        The prologue depends on the operands, so it is an argument of each call.
-
-        Example:
-          >>> import flax.linen as nn, jax, jax.numpy as jnp
-          >>> import jaxfp8 as fp8
-          >>> class Gated(nn.Module):
-          ...     @nn.compact
-          ...     def __call__(self, gate, up):
-          ...         w = self.param("w", nn.initializers.lecun_normal(), (8, 4))
-          ...         swiglu = fp8.prologues.SwiGLU()
-          ...         return fp8.linen.FP8EinsumOp()("bd,dk->bk", (gate, up), w, prologue=swiglu)
-          >>> x = jnp.ones((3, 8))
-          >>> Gated().init_with_output(jax.random.key(0), x, x)[0].shape
-          (3, 4)
-        """
+        """Compute the einsum. For the arguments, see `fp8.einsum`."""
         state = self._stored()
         options = self.matmul_options(out_sharding=out_sharding, prologue=prologue)
         return einsum(

@@ -69,11 +69,8 @@ class FP8MoE(ExpertsModule):
     `x @ router` (`fp8.moe.top_k`). The experts are `fp8.moe.swiglu_experts`, which explains the
     last arguments.
 
-    With `parallel` experts are split over a mesh axis. In an Auto or Explicit mesh that is set,
-    arrays are global. There leading axes of the input but the first may not be split. Inside
-    `jax.shard_map` over the axis, this device has E / D experts: its kernels and states are parts
-    along axis 0. The router is the same on all devices. Outside of `jax.shard_map`, `init`
-    does not read the axes of `parallel`, so that it may run without a mesh.
+    `parallel` splits experts over a mesh axis. Outside of `jax.shard_map`, `init` does not read its
+    axes, so that it may run without a mesh.
 
     Attributes:
       param_dtype: dtype in which kernels are stored. The router is stored in float32.

@@ -223,17 +223,7 @@ class FP8EinsumOp(AbstractFP8Matmul):
         out_sharding: Any = None,
         prologue: AbstractPrologue | None = None,
     ) -> Array:
-        """Compute the einsum. For the arguments, see `fp8.einsum`.
-
-        The prologue depends on the operands, so it is an argument of each call.
-
-        Example:
-          >>> import jax.numpy as jnp
-          >>> import jaxfp8 as fp8
-          >>> op, (gate, up), w = fp8.nnx.FP8EinsumOp(), jnp.ones((2, 3, 8)), jnp.ones((8, 4))
-          >>> op("bd,dk->bk", (gate, up), w, prologue=fp8.prologues.SwiGLU()).shape
-          (3, 4)
-        """
+        """Compute the einsum. For the arguments, see `fp8.einsum`."""
         options = self.matmul_options(out_sharding=out_sharding, prologue=prologue)
         return einsum(
             equation, lhs, rhs, recipe=self.recipe, state=self.matmul_state, precision=precision,

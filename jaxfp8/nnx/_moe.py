@@ -58,10 +58,7 @@ class FP8MoE(nnx.Module):
     `x @ router` (`fp8.moe.top_k`). The experts are `fp8.moe.swiglu_experts`, which explains the
     last arguments.
 
-    With `parallel` experts are split over a mesh axis. In an Auto or Explicit mesh that is set,
-    arrays are global. There leading axes of the input but the first may not be split. Inside
-    `jax.shard_map` over the axis, this device has E / D experts: its kernels and states are parts
-    along axis 0. The router is the same on all devices. Make the layer outside, and
+    `parallel` splits experts over a mesh axis. For `jax.shard_map` make the layer outside, and
     split its Variables.
 
     Args:
