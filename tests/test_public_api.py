@@ -1,14 +1,10 @@
 """The face: exactly these names, and an example beside each that can be called."""
 
 import ast
-import dataclasses
 import importlib
-import inspect
-import re
 from pathlib import Path
 
 import pytest
-from flax import nnx
 
 import jaxfp8 as fp8
 
@@ -142,49 +138,6 @@ def test_example(namespace, name):
     assert doc.strip(), f"{namespace}.{name} has no docstring"
     raised_not_called = isinstance(thing, type) and issubclass(thing, Exception)
     assert ">>>" in doc or raised_not_called, f"{namespace}.{name} has no example (>>>)"
-
-
-def layers():
-    """Lists the classes of `fp8.linen` and `fp8.nnx` that users construct, by full name."""
-    named = [
-        (space, name) for space in ("jaxfp8.linen", "jaxfp8.nnx") for name in names_of(FACES[space])
-    ]
-    things = {
-        f"{space}.{name}": getattr(importlib.import_module(space), name) for space, name in named
-    }
-    return {
-        name: thing
-        for name, thing in things.items()
-        if isinstance(thing, type)
-        and (dataclasses.is_dataclass(thing) or issubclass(thing, nnx.Module))
-    }
-
-
-def arguments_of(layer):
-    """The arguments of a layer: those of flax, and those that jaxfp8 adds.
-
-    `parent` and `name` are left out, which every linen module has.
-    """
-    if dataclasses.is_dataclass(layer):
-        return {field.name for field in dataclasses.fields(layer)} - {"parent", "name"}
-    names = set()
-    for base in layer.__mro__[: layer.__mro__.index(nnx.Module)]:
-        for name, parameter in inspect.signature(base.__init__).parameters.items():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                names |= {*parameter.annotation.__args__[0].__annotations__}
-            names.add(name)
-    return names - {"self"}
-
-
-LAYERS = layers()
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_every_argument_of_a_layer_has_a_line(name):
-    doc = inspect.cleandoc(LAYERS[name].__doc__)
-    section = re.search(r"^(?:Args|Attributes):\n((?:  .*\n)*)", doc, re.MULTILINE)[1]
-    listed = set(re.findall(r"^  \**(\w+): ", section, re.MULTILINE))
-    assert arguments_of(LAYERS[name]) == listed
 
 
 @pytest.mark.parametrize(

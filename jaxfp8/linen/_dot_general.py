@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 import flax.linen as nn
 
+from jaxfp8._layer_arguments import documented
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, FP8StateError
 from jaxfp8.linen._matmul_module import MatmulModule
 from jaxfp8.linen._state import matmul_state, stored_state
@@ -25,22 +26,14 @@ from jaxfp8.state._state import MatmulState
 # `FP8DotGeneral`: the module that flax's layers call for their matmul.
 
 
+@documented
 class FP8DotGeneral(MatmulModule):
     """A module that is called like `jax.lax.dot_general`, with the state of one matmul.
 
-    `fp8.dot_general` explains the arguments after `recipe`.
+    The arguments after `recipe` are options of `fp8.dot_general`.
 
     Attributes:
       recipe: which quantizer for which operand. Default: delayed scaling.
-      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
-      x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
-      w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
-      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
-      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
-        Default: None, for `fp8.value_and_grad`.
-      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
-        `fp8.dot_general`. Default: None, FP8 copies are saved.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -60,8 +53,7 @@ class FP8DotGeneral(MatmulModule):
 
         Args:
           recipe: which quantizer for which operand.
-          **options: `reduce_axes`, `x_shard`, `w_shard`, `y_shard`, `kernels`, `state_channel`;
-            see `fp8.dot_general`.
+          **options: other fields of `FP8DotGeneral`, which explains them.
 
         Returns:
           A callable that flax calls in each layer to make its `FP8DotGeneral`.
@@ -89,9 +81,7 @@ class FP8DotGeneral(MatmulModule):
         prologue: AbstractPrologue | None = None,
     ) -> Array:
         """Multiply lhs and rhs. For the arguments, see `fp8.dot_general`."""
-        options = self.matmul_options()
-        options["out_sharding"] = out_sharding
-        options["prologue"] = prologue
+        options = self.matmul_options(out_sharding=out_sharding, prologue=prologue)
         return dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe=self.recipe,
             state=matmul_state(self, self.recipe, self.state_channel), bias=bias, **options,
@@ -129,22 +119,14 @@ class Plug:
 # `FP8EinsumOp`: an einsum with quantizer state, for linen modules that call einsum themselves.
 
 
+@documented
 class FP8EinsumOp(MatmulModule):
     """A module that is called like `jnp.einsum` of two operands, with the state of one matmul.
 
-    `fp8.dot_general` explains the arguments after `recipe`.
+    The arguments after `recipe` are options of `fp8.dot_general`.
 
     Attributes:
       recipe: which quantizer for which operand. Default: delayed scaling.
-      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
-      x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
-      w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
-      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
-      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
-        Default: None, for `fp8.value_and_grad`.
-      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
-        `fp8.dot_general`. Default: None, FP8 copies are saved.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -187,30 +169,12 @@ class FP8EinsumOp(MatmulModule):
         out_sharding: Any = None,
         prologue: AbstractPrologue | None = None,
     ) -> Array:
-        """Compute the einsum. For the arguments, see `fp8.einsum`.
-
-        The prologue depends on the operands, so it is an argument of each call.
-
-        Example:
-          >>> import flax.linen as nn, jax, jax.numpy as jnp
-          >>> import jaxfp8 as fp8
-          >>> class Gated(nn.Module):
-          ...     @nn.compact
-          ...     def __call__(self, gate, up):
-          ...         w = self.param("w", nn.initializers.lecun_normal(), (8, 4))
-          ...         swiglu = fp8.prologues.SwiGLU()
-          ...         return fp8.linen.FP8EinsumOp()("bd,dk->bk", (gate, up), w, prologue=swiglu)
-          >>> x = jnp.ones((3, 8))
-          >>> Gated().init_with_output(jax.random.key(0), x, x)[0].shape
-          (3, 4)
-        """
-        state, options = self._stored(), self.matmul_options()
-        options["out_sharding"] = out_sharding
-        options["prologue"] = prologue
+        """Compute the einsum. For the arguments, see `fp8.einsum`."""
+        state = self._stored()
+        options = self.matmul_options(out_sharding=out_sharding, prologue=prologue)
         return einsum(
             equation, lhs, rhs, recipe=self.recipe, state=state, precision=precision,
-            preferred_element_type=preferred_element_type,
-            **options,
+            preferred_element_type=preferred_element_type, **options,
         )  # fmt: skip
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
+from jaxfp8._layer_arguments import documented
 from jaxfp8._typing import Array
 from jaxfp8.linen._dot_general import Plug
 from jaxfp8.linen._matmul_module import MatmulModule, init_local_shard, is_local_shard
@@ -66,39 +67,15 @@ class _PrologueModule(_KernelModule):
         super().__post_init__()
 
 
+@documented
 class FP8Dense(_PrologueModule, nn.Dense):
     """`flax.linen.Dense` in FP8: y [..., N] = x [..., K] @ kernel [K, N] + bias [N].
 
-    flax's arguments come first, then those of jaxfp8. `fp8.dot_general` explains `precision` and
-    the arguments after `recipe`: the input is lhs, and the kernel is rhs.
+    flax's arguments come first, then the options of `fp8.dot_general`. The input is lhs, and the
+    kernel is rhs.
 
     Attributes:
       features: N, the size of the last axis of the result.
-      use_bias: whether the layer adds a bias. Default: True.
-      dtype: dtype of the result. Input, kernel and bias are converted to it before the cast to FP8.
-        Default: None, the dtype that these arrays promote to.
-      param_dtype: dtype in which kernel and bias are stored. Default: float32.
-      precision: None or "default" lets Hopper accumulate fast in the forward matmul. "high" or
-        "highest" does not. A pair must be of two equal values. Default: None.
-      kernel_init: initializer of the kernel. Default: LeCun normal.
-      bias_init: initializer of the bias. Default: zeros.
-      promote_dtype: function that converts input, kernel and bias to `dtype`. Default: flax's.
-      dot_general: do not pass it. The layer has its own matmul, and raises ValueError.
-      dot_general_cls: do not pass it, for the same reason.
-      recipe: which quantizer for which operand. Default: delayed scaling.
-      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
-      x_shard: how the mesh splits the input, an `fp8.Shard`. Default: None.
-      w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
-      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
-      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
-        Default: None, for `fp8.value_and_grad`.
-      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
-        `fp8.dot_general`. Default: None, FP8 copies are saved.
-      prologue: None, `fp8.prologues.SwiGLU()` or `fp8.prologues.RMSNorm()`. SwiGLU takes
-        `inputs=(gate, up)`, and RMSNorm takes `inputs=(x, gain)`. The input of the matmul is then
-        `prologue(*inputs)`, computed inside the cast. `promote_dtype` gets gate and up, or x. gain
-        keeps its dtype, because the norm is computed in float32 and rounded once. Default: None.
 
     Raises:
       TypeError: if `recipe` is not a Recipe.
@@ -153,37 +130,17 @@ def apply_dense(layer: nn.Dense, given: LayerInput, matmul: Callable[..., Array]
     return y + jnp.reshape(bias, (1,) * (y.ndim - 1) + (-1,))
 
 
+@documented
 class FP8DenseGeneral(_KernelModule, nn.DenseGeneral):
     """`flax.linen.DenseGeneral` in FP8: any contracted and batch axes.
 
-    flax's arguments come first, then those of jaxfp8. `fp8.dot_general` explains `precision` and
-    the arguments after `recipe`: the input is lhs, and the kernel is rhs.
+    flax's arguments come first, then the options of `fp8.dot_general`. The input is lhs, and the
+    kernel is rhs.
 
     Attributes:
       features: size of the last axis of the result, or a tuple of sizes for several axes.
-      axis: axis of the input that is contracted, or a tuple of axes. Default: -1.
-      batch_dims: leading axes of the input that kernel and bias have too. Default: ().
-      use_bias: whether the layer adds a bias. Default: True.
-      dtype: dtype of the result. Input, kernel and bias are converted to it before the cast to FP8.
-        Default: None, the dtype that these arrays promote to.
-      param_dtype: dtype in which kernel and bias are stored. Default: float32.
-      precision: None or "default" lets Hopper accumulate fast in the forward matmul. "high" or
-        "highest" does not. A pair must be of two equal values. Default: None.
-      kernel_init: initializer of the kernel. Default: LeCun normal.
-      bias_init: initializer of the bias. Default: zeros.
-      promote_dtype: function that converts input, kernel and bias to `dtype`. Default: flax's.
-      dot_general: do not pass it. The layer has its own matmul, and raises ValueError.
-      dot_general_cls: do not pass it, for the same reason.
-      recipe: which quantizer for which operand. Default: delayed scaling.
-      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
-      x_shard: how the mesh splits the input, an `fp8.Shard`. Default: None.
-      w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
-      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
-      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
-        Default: None, for `fp8.value_and_grad`.
-      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
-        `fp8.dot_general`. Default: None, FP8 copies are saved.
+      axis: axis of the input that is contracted, or a tuple of axes.
+      batch_dims: leading axes of the input that kernel and bias have too.
 
     Raises:
       TypeError: if `recipe` is not a Recipe.
@@ -207,39 +164,17 @@ class FP8DenseGeneral(_KernelModule, nn.DenseGeneral):
         return super().__call__(as_array("inputs", inputs))
 
 
+@documented
 class FP8Einsum(_PrologueModule, nn.Einsum):
-    """`flax.linen.Einsum` in FP8.
+    """`flax.linen.Einsum` in FP8, which has no `dot_general_cls=` for a plug.
 
-    flax's layer has no `dot_general_cls=`, so FP8 needs a layer of its own.
-
-    flax's arguments come first, then those of jaxfp8. `fp8.dot_general` explains `precision` and
-    the arguments after `recipe`: the input is lhs, and the kernel is rhs.
+    flax's arguments come first, then the options of `fp8.dot_general`. The input is lhs, and the
+    kernel is rhs.
 
     Attributes:
       shape: shape of the kernel.
       einsum_str: the equation: input, kernel, and "->" with the result. Default: None; then each
         call needs it.
-      use_bias: whether the layer adds a bias. Default: True.
-      dtype: dtype of the result. Input, kernel and bias are converted to it before the cast to FP8.
-        Default: None, the dtype that these arrays promote to.
-      param_dtype: dtype in which kernel and bias are stored. Default: float32.
-      precision: None or "default" lets Hopper accumulate fast in the forward matmul. "high" or
-        "highest" does not. A pair must be of two equal values. Default: None.
-      kernel_init: initializer of the kernel. Default: LeCun normal.
-      bias_init: initializer of the bias. Default: zeros.
-      promote_dtype: function that converts input, kernel and bias to `dtype`. Default: flax's.
-      preferred_element_type: dtype of the einsum's result. Default: None, that of its operands.
-      recipe: which quantizer for which operand. Default: delayed scaling.
-      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
-      x_shard: how the mesh splits the input, an `fp8.Shard`. Default: None.
-      w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
-      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
-      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
-        Default: None, for `fp8.value_and_grad`.
-      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
-        `fp8.dot_general`. Default: None, FP8 copies are saved.
-      prologue: see `FP8Dense`. Default: None.
 
     Example:
       >>> import jax, jax.numpy as jnp

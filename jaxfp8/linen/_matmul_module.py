@@ -1,17 +1,19 @@
 """The base class of linen modules with an FP8 matmul: the recipe, the options and the PRNG key."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import flax.linen as nn
 import jax
 from jax import lax
 
+from jaxfp8._call import option_names
 from jaxfp8._typing import Array, PyTree, Tensor
 from jaxfp8.matmul._options import (
     LayerOptions,
     MatmulOptions,
     StateChannel,
+    UnshardedOptions,
     check_save_original,
     check_state_channel,
     options_of,
@@ -27,10 +29,7 @@ _KEYS = "fp8"
 
 
 class MatmulModule(nn.Module):
-    """A module with an FP8 matmul. In a layer these fields follow flax's fields, in this order.
-
-    `FP8DotGeneral` and `fp8.dot_general` explain them.
-    """
+    """A module with an FP8 matmul. In a layer these fields follow flax's fields, in this order."""
 
     recipe: Recipe = delayed()
     reduce_axes: tuple[str, ...] | None = None
@@ -42,26 +41,48 @@ class MatmulModule(nn.Module):
     save_original: tuple[Tensor, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_recipe(self.recipe)
-        check_state_channel(self.state_channel)
-        check_save_original(self.save_original)
+        _check(self)
         super().__post_init__()
 
     @nn.nowrap
-    def matmul_options(self) -> MatmulOptions:
-        """All arguments of the matmul at this call but operands and state.
-
-        Outside of `jax.shard_map`, `init` leaves out the shards. Its arrays are not split, and it
-        may run without a mesh.
-        """
-        return matmul_options(self, self.recipe, options_of(self))
+    def matmul_options(self, **given: Unpack[MatmulOptions]) -> MatmulOptions:
+        """The options of the matmul at this call, with those that the call is given."""
+        return matmul_options(self, self.recipe, options_of(self), **given)
 
 
-def matmul_options(module: nn.Module, recipe: Recipe, given: LayerOptions) -> MatmulOptions:
-    """The options of a matmul that runs in `module`; see `MatmulModule.matmul_options`."""
-    options = MatmulOptions(**given)
+class ExpertsModule(nn.Module, kw_only=True):
+    """A layer of experts, with a recipe and the options that its matmuls take."""
+
+    reduce_axes: tuple[str, ...] | None = None
+    kernels: Kernels | None = None
+    state_channel: StateChannel | None = None
+    save_original: tuple[Tensor, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+        super().__post_init__()
+
+    @nn.nowrap
+    def options(self) -> LayerOptions:
+        """The fields above."""
+        given: Any = {name: getattr(self, name) for name in option_names(UnshardedOptions)}
+        return LayerOptions(**given)
+
+
+def _check(module: Any) -> None:
+    check_recipe(module.recipe)
+    check_state_channel(module.state_channel)
+    check_save_original(module.save_original)
+
+
+def matmul_options(
+    module: nn.Module, recipe: Recipe, kept: LayerOptions, **given: Unpack[MatmulOptions]
+) -> MatmulOptions:
+    """The options of a matmul that runs in `module`: those it keeps, and those of the call."""
+    options: MatmulOptions = {**kept, **given}
     options["name"] = "/".join(module.path)
     if module.is_initializing():
+        # Outside of `jax.shard_map` arrays of `init` are not split, and there may be no mesh.
         for name in ("x_shard", "w_shard", "y_shard"):
             shard: Any = options.get(name)
             if shard is not None and not is_local_shard(shard):

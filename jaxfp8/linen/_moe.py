@@ -10,19 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype as flax_promote_dtype
 
-from jaxfp8._typing import Array, Axes, DType, Tensor
+from jaxfp8._layer_arguments import documented
+from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.linen._layers import FP8Dense
-from jaxfp8.linen._matmul_module import init_local_shard, matmul_options
+from jaxfp8.linen._matmul_module import ExpertsModule, init_local_shard, matmul_options
 from jaxfp8.linen._state import matmul_state
-from jaxfp8.matmul._options import (
-    LayerOptions,
-    StateChannel,
-    as_array,
-    check_high_precision,
-    check_save_original,
-    check_state_channel,
-)
-from jaxfp8.moe._experts import ExpertParallel, check_clamp, split_gate
+from jaxfp8.matmul._options import StateChannel, as_array, check_high_precision
+from jaxfp8.moe._experts import ExpertParallel, split_gate
 from jaxfp8.moe._mixture import (
     MoEStats,
     apply_mixture,
@@ -30,11 +24,10 @@ from jaxfp8.moe._mixture import (
     check_tokens,
     count_local_experts,
 )
-from jaxfp8.moe._router import Scores, check_scores
+from jaxfp8.moe._router import Scores
 from jaxfp8.ops._ragged_dot import ragged_dot
-from jaxfp8.plan._kernels import Kernels
 from jaxfp8.prologues._prologue import SwiGLU
-from jaxfp8.recipes._presets import check_recipe, delayed
+from jaxfp8.recipes._presets import delayed
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._shard import Shard
 from jaxfp8.state._state import MatmulState
@@ -67,45 +60,23 @@ class ExpertKernels(nn.Module):
         return kernel, matmul_state(self, self.recipe, self.state_channel, stacked=stacked)
 
 
-class FP8MoE(nn.Module):
+@documented
+class FP8MoE(ExpertsModule):
     """A layer of experts in FP8: a router sends each token to k of E experts, which are SwiGLUs.
 
     The result is `sum_j gate_j * (silu(a) * b) @ w_out[e_j]`, with `[a, b] = x @ w_in[e_j]`, over
     the experts e_j that the router chose for token x. The router is in float32, and computes
-    `x @ router` (`fp8.moe.top_k`). The experts are `fp8.moe.swiglu_experts`.
+    `x @ router` (`fp8.moe.top_k`). The experts are `fp8.moe.swiglu_experts`, which explains the
+    last arguments.
 
-    With `parallel` experts are split over a mesh axis. In an Auto or Explicit mesh that is set,
-    arrays are global. There leading axes of the input but the first may not be split. Inside
-    `jax.shard_map` over the axis, this device has E / D experts: its kernels and states are parts
-    along axis 0. The router is the same on all devices.
+    `parallel` splits experts over a mesh axis. Outside of `jax.shard_map`, `init` does not read its
+    axes, so that it may run without a mesh.
 
     Attributes:
-      experts: E, the number of experts of all devices.
-      hidden: F, the hidden features of each expert.
-      k: how many experts each token gets.
-      dtype: dtype of the result. Input and kernels are converted to it before the cast to FP8.
-        Default: None, the dtype that these arrays promote to.
-      param_dtype: dtype in which kernels are stored. The router is stored in float32. Default:
-        float32.
-      recipe: which quantizer for which operand. Default: delayed scaling.
-      parallel: how tokens go to experts over a mesh, an `fp8.moe.ExpertParallel`. Default: None,
-        every device has all experts. Outside of `jax.shard_map`, `init` does not read its axes, so
-        that it may run without a mesh.
-      scores: "softmax" or "sigmoid", see `fp8.moe.top_k`. Default: "softmax".
-      normalized: whether gates are divided by their sum. Pass False for k = 1, see `fp8.moe.top_k`.
-        Default: True.
-      clamp: see `fp8.moe.swiglu_experts`. It holds for a shared expert, too. Default: None.
-      shared: hidden features of a SwiGLU that every token passes beside its experts, two layers
-        `FP8Dense` without bias. Default: 0, there is none.
-      router_init: initializer of the router [K, E]. Default: LeCun normal.
+      param_dtype: dtype in which kernels are stored. The router is stored in float32.
       kernel_init: initializer of the kernels [E, K, 2 F] and [E, F, K]. Default: LeCun normal of
         each matrix.
-      state_per_expert: whether each expert has quantizer states of its own, stacked along axis 0
-        like the kernels. Otherwise one state records the largest amax of all. Default: True.
-      reduce_axes: see `fp8.ragged_dot`. Default: None.
-      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      state_channel: see `FP8Dense`. Default: None.
-      save_original: see `fp8.moe.swiglu_experts`. Default: None.
+      save_original: see `fp8.moe.swiglu_experts`.
 
     Raises:
       TypeError, ValueError: for a field that cannot be, or see `fp8.moe.swiglu_experts`.
@@ -136,25 +107,18 @@ class FP8MoE(nn.Module):
     router_init: Callable[..., Any] = nn.initializers.lecun_normal()
     kernel_init: Callable[..., Any] = nn.initializers.lecun_normal(batch_axis=(0,))
     state_per_expert: bool = True
-    reduce_axes: tuple[str, ...] | None = None
-    kernels: Kernels | None = None
-    state_channel: StateChannel | None = None
-    save_original: tuple[Tensor, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_mixture(self.experts, self.hidden, self.k, self.shared, self.parallel)
-        check_scores(self.scores)
-        check_clamp(self.clamp)
-        check_recipe(self.recipe)
-        check_state_channel(self.state_channel)
-        check_save_original(self.save_original)
+        check_mixture(
+            self.experts, self.hidden, self.k, self.shared, self.parallel, self.scores, self.clamp
+        )
         super().__post_init__()
 
     @nn.compact
     def __call__(self, inputs: Array) -> tuple[Array, MoEStats]:
         """Apply the layer to tokens [..., K]. The result has their shape and order."""
         inputs = check_tokens(inputs)
-        features, options = inputs.shape[-1], self._options()
+        features, options = inputs.shape[-1], self.options()
         router = self.param("router", self.router_init, (features, self.experts), jnp.float32)
         w_in, state_in = self._kernels("w_in", features, 2 * self.hidden)
         w_out, state_out = self._kernels("w_out", self.hidden, features)
@@ -180,12 +144,6 @@ class FP8MoE(nn.Module):
             y += dense(features, name="shared_out", prologue=SwiGLU())(parts)
         return y, stats
 
-    def _options(self) -> LayerOptions:
-        return LayerOptions(
-            reduce_axes=self.reduce_axes, kernels=self.kernels, state_channel=self.state_channel,
-            save_original=self.save_original,
-        )  # fmt: skip
-
     def _kernels(self, name: str, k: int, n: int) -> tuple[Array, MatmulState | tuple[()]]:
         """A kernel [E, K, N] and its state, those of this device."""
         is_global = count_local_experts(self.experts, self.parallel) == self.experts
@@ -199,30 +157,19 @@ class FP8MoE(nn.Module):
 # `FP8GroupedLinear`: a dense layer with a kernel for each group of rows, for experts.
 
 
-class FP8GroupedLinear(nn.Module):
+@documented
+class FP8GroupedLinear(ExpertsModule):
     """A dense layer of experts in FP8: the rows of group e are x_e @ kernel[e] + bias[e].
 
     x_e are the rows of group e. The layer is called with rows x [T, K] that are sorted by group,
     and with the number of rows of each group, i32[E], from which `init` takes E. Rows of no group,
-    behind the others, give 0. See `fp8.ragged_dot`. Inside `jax.shard_map` E is the number of
-    experts on this device.
+    behind the others, give 0. See `fp8.ragged_dot`, which explains the last arguments. Inside
+    `jax.shard_map` E is the number of experts on this device.
 
     Attributes:
       features: N, the size of the last axis of the result.
-      use_bias: whether each group has a bias. Default: True.
-      dtype: dtype of the result. Input, kernel and bias are converted to it before the cast to FP8.
-        Default: None, the dtype that these arrays promote to.
-      param_dtype: dtype in which kernel and bias are stored. Default: float32.
-      precision: see `FP8Dense`. Default: None.
       kernel_init: initializer of the kernel [E, K, N]. Default: LeCun normal of each [K, N].
       bias_init: initializer of the bias [E, N]. Default: zeros.
-      recipe: which quantizer for which operand. Default: delayed scaling.
-      state_per_group: whether each group has a quantizer state of its own, stacked along axis 0
-        like the kernel. Otherwise one state records the largest amax of all groups. Default: True.
-      reduce_axes: see `fp8.ragged_dot`. Default: None.
-      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      state_channel: see `FP8Dense`. Default: None.
-      save_original: see `FP8Dense`. Default: None.
 
     Raises:
       TypeError: if `recipe` is not a Recipe, or see `fp8.ragged_dot`.
@@ -247,16 +194,6 @@ class FP8GroupedLinear(nn.Module):
     bias_init: Callable[..., Any] = nn.initializers.zeros_init()
     recipe: Recipe = delayed()
     state_per_group: bool = True
-    reduce_axes: tuple[str, ...] | None = None
-    kernels: Kernels | None = None
-    state_channel: StateChannel | None = None
-    save_original: tuple[Tensor, ...] | None = None
-
-    def __post_init__(self) -> None:
-        check_recipe(self.recipe)
-        check_state_channel(self.state_channel)
-        check_save_original(self.save_original)
-        super().__post_init__()
 
     @nn.compact
     def __call__(self, inputs: Array, group_sizes: Array) -> Array:
@@ -273,11 +210,7 @@ class FP8GroupedLinear(nn.Module):
         x, kernel, bias = promote(x, kernel, bias)
         stacked = (groups,) if self.state_per_group else ()
         state = matmul_state(self, self.recipe, self.state_channel, stacked=stacked)
-        given = LayerOptions(
-            reduce_axes=self.reduce_axes, kernels=self.kernels, state_channel=self.state_channel,
-            save_original=self.save_original,
-        )  # fmt: skip
-        options: Any = matmul_options(self, self.recipe, given)
+        options: Any = matmul_options(self, self.recipe, self.options())
         return ragged_dot(
             x, kernel, group_sizes, recipe=self.recipe, state=state, precision=self.precision,
             bias=bias, **options,

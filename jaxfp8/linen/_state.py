@@ -9,7 +9,7 @@ import contextvars
 import dataclasses
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import flax.core.lift
@@ -31,60 +31,43 @@ from jaxfp8.weights._quantized_weight import QuantizedWeight
 
 # Quantizer state and weights in FP8 in flax's serialization, for instance `to_bytes`.
 
-_ARRAYS = ("values", "scales", "amaxes", "original")
+_ARRAYS = {
+    QuantizedTensor: ("values", "scale"),
+    QuantizedWeight: ("values", "scales", "amaxes", "original"),
+}
 
 
-def _dict_of_weight(weight: QuantizedWeight) -> dict[str, Any]:
-    """The arrays of a weight in FP8 by name."""
-    return {name: flax.serialization.to_state_dict(getattr(weight, name)) for name in _ARRAYS}
+def _dict_of_fp8(node: QuantizedTensor | QuantizedWeight) -> dict[str, Any]:
+    """The arrays of an FP8 tensor or weight by name."""
+    names = _ARRAYS[type(node)]
+    return {name: flax.serialization.to_state_dict(getattr(node, name)) for name in names}
 
 
-def _weight_from_dict(weight: QuantizedWeight, values: PyTree) -> QuantizedWeight:
-    """A weight in FP8 with the arrays of `_dict_of_weight`, checked against those of `weight`."""
-    path = flax.serialization.current_path()
-    if not isinstance(values, dict) or set(values) != set(_ARRAYS):
+def _fp8_from_dict(node: Any, saved: PyTree) -> Any:
+    """`node` with the arrays of `_dict_of_fp8`, if they have its shapes and dtypes."""
+    path, names = flax.serialization.current_path(), _ARRAYS[type(node)]
+    target = f"an FP8 tensor {list(node.shape)}" if isinstance(node, QuantizedTensor) else str(node)
+    if not isinstance(saved, dict) or set(saved) != set(names):
         raise ValueError(
-            f"{path}: the target is {weight}, but the saved tree has no weight in FP8 there. "
-            "Restore the weights in high precision, then call fp8.quantize_params."
+            f"{path}: the target is {target}, but the saved tree has none there. Restore into a "
+            "target that was made as the saved tree was. For FP8 weights call fp8.quantize_params "
+            "after parameters are restored in high precision."
         )
     restored = {
-        name: flax.serialization.from_state_dict(getattr(weight, name), values[name], name)
-        for name in _ARRAYS
+        name: flax.serialization.from_state_dict(getattr(node, name), saved[name], name)
+        for name in names
     }
-    arrays = weight.values + weight.scales, restored["values"] + restored["scales"]
-    for mine, theirs in zip(*arrays, strict=True):
-        if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
-            raise ValueError(
-                f"{path}: the target is {weight}, with an array {mine.dtype}{list(mine.shape)}. "
-                f"The saved one is {theirs.dtype}{list(theirs.shape)}. Quantize the target with "
-                "the recipe and the axes of the saved weight."
-            )
-    return dataclasses.replace(weight, **restored)
-
-
-def _dict_of_tensor(tensor: QuantizedTensor) -> dict[str, Any]:
-    """The arrays of an FP8 tensor by name."""
-    return {"values": tensor.values, "scale": tensor.scale}
-
-
-def _tensor_from_dict(tensor: QuantizedTensor, values: PyTree) -> QuantizedTensor:
-    """An FP8 tensor with the arrays of `_dict_of_tensor`, checked against those of `tensor`."""
-    path = flax.serialization.current_path()
-    mine = _dict_of_tensor(tensor)
-    if not isinstance(values, dict) or set(values) != set(mine):
-        raise ValueError(
-            f"{path}: the target is an FP8 tensor {list(tensor.shape)}, but the saved tree has "
-            "none there. Restore into a target that was made as the saved tree was."
-        )
-    for name, array in mine.items():
-        found = values[name]
-        if (found.shape, found.dtype) != (array.shape, array.dtype):
-            raise ValueError(
-                f"{path}: the target has {name} {array.dtype}{list(array.shape)}, and the saved "
-                f"tree {found.dtype}{list(found.shape)}. Restore into a target that was made as "
-                "the saved tree was."
-            )
-    return dataclasses.replace(tensor, **values)
+    for name in names:
+        # amaxes and original may be None in one of both
+        pairs = zip(*map(jax.tree.leaves, (getattr(node, name), restored[name])), strict=False)
+        for mine, theirs in pairs:
+            if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+                raise ValueError(
+                    f"{path}: the target is {target}, with {name} {mine.dtype}{list(mine.shape)}. "
+                    f"The saved ones are {theirs.dtype}{list(theirs.shape)}. Restore into a target "
+                    "that was made as the saved tree was, with the same recipe and axes."
+                )
+    return dataclasses.replace(node, **restored)
 
 
 def _dict_of_state(state: MatmulState) -> dict[str, Any]:
@@ -107,8 +90,8 @@ def _state_from_dict(state: MatmulState, values: dict[str, Any]) -> MatmulState:
 
 
 flax.serialization.register_serialization_state(MatmulState, _dict_of_state, _state_from_dict)
-flax.serialization.register_serialization_state(QuantizedTensor, _dict_of_tensor, _tensor_from_dict)
-flax.serialization.register_serialization_state(QuantizedWeight, _dict_of_weight, _weight_from_dict)
+for _kind in _ARRAYS:
+    flax.serialization.register_serialization_state(_kind, _dict_of_fp8, _fp8_from_dict)
 
 
 # The collection in which linen layers keep their quantizer state.
@@ -136,12 +119,11 @@ def matmul_state(
     """The state of a module's matmul. `init` creates it. () for a recipe without state.
 
     Modules of one scope need states of different names. `stacked` is (E,) for a state of each of E
-    groups. FP8StateError if the module is applied without its collection, or if `nn.scan` carries
-    it, or broadcasts it although it leaves by the gradient channel.
+    groups. FP8StateError if the module is applied without its collection, or if `nn.scan`
+    broadcasts it although it leaves by the gradient channel.
     """
     if not recipe.rows:
         return ()
-    _refuse_carry(module)
     if channel == "gradient":
         _refuse_broadcast(module)
     collection = home.get()
@@ -165,49 +147,25 @@ def stored_state(module: nn.Module, recipe: Recipe, name: str = NAME) -> MatmulS
     return make_concrete(meta.unbox(module.get_variable(home.get(), name))) if recipe.rows else ()
 
 
-def _refuse_carry(module: nn.Module) -> None:
-    """Raise FP8StateError inside `nn.scan(variable_carry=)` of the collection.
-
-    Without this check jax raises an error that names neither flax's argument nor the collection.
-    flax gives a module no way to ask what a scan carries. So this function reads the local
-    variables of flax's stack frame. If flax renames them, users see jax's error instead.
-    """
-    if module.has_variable(COLLECTION, NAME) and module.is_mutable_collection(COLLECTION):
-        return  # flax can carry a variable that exists before the scan and that every call returns
-    for broadcast, carried in _scans():
-        if in_filter(carried, home.get()) and not in_filter(broadcast, home.get()):
-            raise FP8StateError(
-                f"nn.scan(variable_carry={carried!r}) carries {COLLECTION!r}. flax can carry "
-                "only variables that exist before the scan. Leave it out of variable_carry, "
-                f"and write variable_axes={{{COLLECTION!r}: 0}} for one state per layer, or "
-                f"variable_broadcast={COLLECTION!r} for one shared state."
-            )
-
-
 def _refuse_broadcast(module: nn.Module) -> None:
     """Raise FP8StateError inside `nn.scan(variable_broadcast=)` of the collection.
 
-    JAX would add the next states of all iterations. If flax renames its local variables, the next
-    step gives NaN instead.
+    JAX would add the next states of all iterations, and the next step would give NaN.
     """
-    for broadcast, _ in _scans():
-        if in_filter(broadcast, home.get()):
-            raise FP8StateError(
-                f"{'/'.join(module.path) or type(module).__name__} has "
-                f'state_channel="gradient" inside nn.scan(variable_broadcast={broadcast!r}), which '
-                f"shares {COLLECTION!r} between all iterations. JAX would add their states. Write "
-                f"variable_axes={{{COLLECTION!r}: 0}} for one state per layer. For one shared "
-                "state use fp8.value_and_grad and state_channel=None."
-            )
-
-
-def _scans() -> Iterator[tuple[Any, Any]]:
-    """variable_broadcast and variable_carry of each `nn.scan` that this code runs in."""
+    # flax gives a module no way to ask what a scan broadcasts. So this reads the local variables of
+    # its stack frame. If flax renames them, only the error is lost.
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _pack_code and frame.f_locals.get("name") == "scan":
-            filters: tuple[Any, ...] = frame.f_locals.get("in_variable_filters", (False, False))
-            yield filters[0], filters[1]
+            broadcast: Any = frame.f_locals.get("in_variable_filters", (False,))[0]
+            if in_filter(broadcast, home.get()):
+                raise FP8StateError(
+                    f"{'/'.join(module.path) or type(module).__name__} has "
+                    f'state_channel="gradient" inside nn.scan(variable_broadcast={broadcast!r}), '
+                    f"which shares {COLLECTION!r} between all iterations. JAX would add their "
+                    f"states. Write variable_axes={{{COLLECTION!r}: 0}} for one state per layer. "
+                    "For one shared state use fp8.value_and_grad and state_channel=None."
+                )
         frame = frame.f_back
 
 

@@ -41,6 +41,10 @@ from jaxfp8.state._state import MatmulState
 class ExpertParallel:
     """How tokens go to experts that are split over a mesh. Hashable.
 
+    In an Auto or Explicit mesh that is set, the arrays of a layer are global. There leading axes of
+    its input but the first may not be split. Inside `jax.shard_map` over the axis, a device has E /
+    D experts: its kernels and states are parts along axis 0. The router is the same on all devices.
+
     Attributes:
       axis: the mesh axis that splits experts. None: every device has all experts.
       tokens: the mesh axes that split tokens, `axis` among them. Default: None. In an Auto mesh

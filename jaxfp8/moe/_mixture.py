@@ -8,8 +8,8 @@ from jax import lax
 
 from jaxfp8._typing import Array, ArrayLike, PyTree
 from jaxfp8.matmul._options import check_float
-from jaxfp8.moe._experts import ExpertParallel, check_parallel, swiglu_experts
-from jaxfp8.moe._router import Scores, load, load_balancing_loss, top_k, z_loss
+from jaxfp8.moe._experts import ExpertParallel, check_clamp, check_parallel, swiglu_experts
+from jaxfp8.moe._router import Scores, check_scores, load, load_balancing_loss, top_k, z_loss
 from jaxfp8.numerics._per_block import is_explicit, merge_axes
 from jaxfp8.ops._dispatch_matmul import check_experts
 from jaxfp8.recipes._recipe import Recipe
@@ -106,8 +106,9 @@ def check_tokens(inputs: ArrayLike) -> Array:
 
 
 def check_mixture(
-    experts: object, hidden: object, k: object, shared: object, parallel: object
-) -> None:
+    experts: object, hidden: object, k: object, shared: object, parallel: object, scores: object,
+    clamp: object,
+) -> None:  # fmt: skip
     """Raise TypeError or ValueError for fields of a layer of experts that cannot be."""
     for name, size, least in (
         ("experts", experts, 1), ("hidden", hidden, 1), ("k", k, 1), ("shared", shared, 0),
@@ -119,6 +120,8 @@ def check_mixture(
     if k > experts:
         raise ValueError(f"k={k} is more than experts={experts}. Each choice is another expert.")
     check_parallel(parallel)
+    check_scores(scores)
+    check_clamp(clamp)
 
 
 # The backward pass reads the tokens in their own dtype. Without the checkpoint it would keep a

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxfp8._call import option_names
+from jaxfp8._layer_arguments import documented
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, FP8StateError
 from jaxfp8.matmul._given import needs_operands, refuse_class
 from jaxfp8.matmul._options import LayerOptions, MatmulOptions, options_of, read_options
@@ -21,7 +22,7 @@ from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._presets import check_recipe, delayed
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.state._init import init_state, make_concrete
+from jaxfp8.state._init import make_concrete, unset_state
 from jaxfp8.state._state import MatmulState
 
 LATER: Any = object()
@@ -31,12 +32,6 @@ _KEYS = "fp8"
 
 If this stream is missing, `nnx.Rngs` gives its default stream.
 """
-
-
-def _new_state(recipe: Recipe) -> FP8State | None:
-    """A Variable with the unset state of one matmul. None for a recipe without state."""
-    state = init_state(recipe)
-    return FP8State(state) if isinstance(state, MatmulState) else None
 
 
 class AbstractFP8Matmul(nnx.Module):
@@ -66,7 +61,8 @@ class AbstractFP8Matmul(nnx.Module):
         check_kernels(kept.kernels)
         for name in option_names(LayerOptions):  # `options_of` reads them
             setattr(self, name, getattr(kept, name))
-        self.state = nnx.data(_new_state(self.recipe))
+        rows = self.recipe.rows
+        self.state: Any = nnx.data(FP8State(unset_state(rows)) if rows else None)
         self.keys: Any = nnx.data(None)
         self.made_in_a_loss = in_a_loss()
         # `fp8.diagnostics.collect(model)` sets it, because a module of nnx does not know its path.
@@ -98,9 +94,9 @@ class AbstractFP8Matmul(nnx.Module):
         self.keys = nnx.data(stream.fork())
         self.deterministic = False
 
-    def matmul_options(self) -> MatmulOptions:
-        """The options of the matmul at this call: all arguments but operands and state."""
-        options = MatmulOptions(**options_of(self))
+    def matmul_options(self, **given: Unpack[MatmulOptions]) -> MatmulOptions:
+        """The options of the matmul at this call, with those that the call is given."""
+        options: MatmulOptions = {**options_of(self), **given}
         options["name"] = self.name
         if self.keys is not None and not self.deterministic:
             options["key"] = self.keys()
@@ -127,23 +123,16 @@ class AbstractFP8Matmul(nnx.Module):
         return make_concrete(self.state.get_value())
 
 
+@documented
 class FP8DotGeneral(AbstractFP8Matmul):
     """A module that is called like `jax.lax.dot_general`, for `dot_general=` of nnx layers.
+
+    The arguments after `rngs` are options of `fp8.dot_general`.
 
     Args:
       recipe: which quantizer for which operand. Default: delayed scaling.
       rngs: `nnx.Rngs` for recipes that round stochastically. Its stream "fp8" gives the keys, or
-        its default stream. Default: None.
-      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
-      x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
-      w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
-      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
-      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
-        Default: None, for `fp8.nnx.value_and_grad`.
-      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
-        `fp8.dot_general`. Default: None, FP8 copies are saved.
-      **options: the last six, by name. `fp8.dot_general` explains them.
+        its default stream.
 
     Raises:
       TypeError: if `recipe` is not a Recipe, or if an option is unknown.
@@ -181,9 +170,7 @@ class FP8DotGeneral(AbstractFP8Matmul):
                 "Write _dot_general=FP8EinsumOp(recipe).dot_general, or call the FP8EinsumOp "
                 "itself."
             )
-        options = self.matmul_options()
-        options["out_sharding"] = out_sharding
-        options["prologue"] = prologue
+        options = self.matmul_options(out_sharding=out_sharding, prologue=prologue)
         return dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe=self.recipe,
             state=self.matmul_state, bias=bias, **options,
@@ -202,23 +189,16 @@ def _called_by_einsum() -> bool:
     return sys._getframe(3).f_globals.get("__name__") == _EINSUM
 
 
+@documented
 class FP8EinsumOp(AbstractFP8Matmul):
     """A module that is called like `jnp.einsum` of two operands, for `einsum_op=` of `nnx.Einsum`.
+
+    The arguments after `rngs` are options of `fp8.dot_general`.
 
     Args:
       recipe: which quantizer for which operand. Default: delayed scaling.
       rngs: `nnx.Rngs` for recipes that round stochastically. Its stream "fp8" gives the keys, or
-        its default stream. Default: None.
-      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
-      x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
-      w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
-      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
-      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
-        Default: None, for `fp8.nnx.value_and_grad`.
-      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
-        `fp8.dot_general`. Default: None, FP8 copies are saved.
-      **options: the last six, by name. `fp8.dot_general` explains them.
+        its default stream.
 
     Raises:
       TypeError: if `recipe` is not a Recipe, or if an option is unknown.
@@ -243,24 +223,11 @@ class FP8EinsumOp(AbstractFP8Matmul):
         out_sharding: Any = None,
         prologue: AbstractPrologue | None = None,
     ) -> Array:
-        """Compute the einsum. For the arguments, see `fp8.einsum`.
-
-        The prologue depends on the operands, so it is an argument of each call.
-
-        Example:
-          >>> import jax.numpy as jnp
-          >>> import jaxfp8 as fp8
-          >>> op, (gate, up), w = fp8.nnx.FP8EinsumOp(), jnp.ones((2, 3, 8)), jnp.ones((8, 4))
-          >>> op("bd,dk->bk", (gate, up), w, prologue=fp8.prologues.SwiGLU()).shape
-          (3, 4)
-        """
-        options = self.matmul_options()
-        options["out_sharding"] = out_sharding
-        options["prologue"] = prologue
+        """Compute the einsum. For the arguments, see `fp8.einsum`."""
+        options = self.matmul_options(out_sharding=out_sharding, prologue=prologue)
         return einsum(
             equation, lhs, rhs, recipe=self.recipe, state=self.matmul_state, precision=precision,
-            preferred_element_type=preferred_element_type,
-            **options,
+            preferred_element_type=preferred_element_type, **options,
         )  # fmt: skip
 
     @property

@@ -12,6 +12,7 @@ from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
 from jaxfp8._call import option_names
+from jaxfp8._layer_arguments import documented
 from jaxfp8._typing import Array
 from jaxfp8.matmul._given import bias_fits
 from jaxfp8.matmul._options import KeepsFP8, LayerInput, LayerOptions, as_array, check_prologue
@@ -25,9 +26,8 @@ M = TypeVar("M", bound=AbstractFP8Matmul)
 
 
 class EinsumArguments(LayerOptions, total=False):
-    """Arguments of jaxfp8, and those that all three layers of flax take."""
+    """Options of jaxfp8, and arguments that all three layers of flax take."""
 
-    recipe: Recipe | None
     rngs: Required[nnx.Rngs]
     dtype: Dtype | None
     param_dtype: Dtype
@@ -54,7 +54,7 @@ class LinearGeneralArguments(LinearArguments, total=False):
 
 
 def _take_matmul(
-    kind: type[M], layer: str, arguments: Any, *refused: str
+    kind: type[M], recipe: Recipe | None, layer: str, arguments: Any, *refused: str
 ) -> tuple[M, dict[str, Any]]:
     """The matmul of a layer, of class `kind`, and the arguments that are left for flax's layer.
 
@@ -68,54 +68,25 @@ def _take_matmul(
                 f"{layer} brings its own matmul. Drop {name}={arguments[name]!r}, or use "
                 f"nnx.{layer.removeprefix('FP8')}."
             )
-    names = ("recipe", *option_names(LayerOptions))
+    names = option_names(LayerOptions)
     ours = {name: arguments[name] for name in names if name in arguments}
     rest = {name: arguments[name] for name in arguments if name not in (*names, *refused)}
-    return kind(rngs=LATER, **ours), rest
+    return kind(recipe, rngs=LATER, **ours), rest
 
 
 # flax.nnx's dense layers with FP8 matmuls.
 
 
+@documented
 class FP8Linear(nnx.Linear):
     """`flax.nnx.Linear` in FP8: y [..., N] = x [..., K] @ kernel [K, N] + bias [N].
 
-    flax's arguments come first, then those of jaxfp8. `fp8.dot_general` explains `precision` and
-    the arguments after `recipe`: the input is lhs, and the kernel is rhs.
+    It takes flax's arguments but `dot_general`, and the options of `fp8.dot_general`. The input is
+    lhs, and the kernel is rhs.
 
     Args:
       in_features: K, the size of the contracted axis.
       out_features: N, the size of the last axis of the result.
-      use_bias: whether the layer adds a bias. Default: True.
-      dtype: dtype that input, kernel and bias are converted to before the cast to FP8. Default:
-        None, the dtype that these arrays promote to.
-      param_dtype: dtype in which kernel and bias are stored. Default: float32.
-      precision: None or "default" lets Hopper accumulate fast in the forward matmul. "high" or
-        "highest" does not. A pair must be of two equal values. Default: None.
-      kernel_init: initializer of the kernel. Default: LeCun normal.
-      bias_init: initializer of the bias. Default: zeros.
-      promote_dtype: function that converts input, kernel and bias to `dtype`. Default: flax's.
-      preferred_element_type: dtype of the matmul's result. Default: None, that of its operands.
-      rngs: `nnx.Rngs` that draws the initial values. Stochastic rounding takes keys from its stream
-        "fp8", or from its default stream. No default.
-      kernel_metadata: metadata of the `nnx.Param` of the kernel. Default: {}.
-      bias_metadata: metadata of the `nnx.Param` of the bias. Default: {}.
-      dot_general: do not pass it. The layer has its own matmul, and raises ValueError.
-      recipe: which quantizer for which operand. Default: delayed scaling.
-      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
-      x_shard: how the mesh splits the input, an `fp8.Shard`. Default: None.
-      w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
-      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
-      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
-        Default: None, for `fp8.nnx.value_and_grad`.
-      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
-        `fp8.dot_general`. Default: None, FP8 copies are saved.
-      prologue: None, `fp8.prologues.SwiGLU()` or `fp8.prologues.RMSNorm()`. SwiGLU takes
-        `inputs=(gate, up)`, and RMSNorm takes `inputs=(x, gain)`. The input of the matmul is then
-        `prologue(*inputs)`, computed inside the cast. `promote_dtype` gets gate and up, or x. gain
-        keeps its dtype, because the norm is computed in float32 and rounded once. Default: None.
-      **arguments: all of the above but `in_features`, `out_features` and `prologue`, by name.
 
     Raises:
       TypeError: if `recipe` is not a Recipe, or if an argument is unknown.
@@ -139,12 +110,13 @@ class FP8Linear(nnx.Linear):
         in_features: int,
         out_features: int,
         *,
+        recipe: Recipe | None = None,
         prologue: AbstractPrologue | None = None,
         **arguments: Unpack[LinearArguments],
     ) -> None:
         check_prologue("inputs", prologue)
         self.prologue = prologue
-        matmul, rest = _take_matmul(FP8DotGeneral, "FP8Linear", arguments, "dot_general")
+        matmul, rest = _take_matmul(FP8DotGeneral, recipe, "FP8Linear", arguments, "dot_general")
         super().__init__(in_features, out_features, dot_general=matmul, **rest)
         self.promote_dtype = KeepsFP8.of(self.promote_dtype)
         matmul.start_keys(arguments.get("rngs"))
@@ -169,44 +141,18 @@ class FP8Linear(nnx.Linear):
         return y + jnp.reshape(bias, (1,) * (y.ndim - 1) + (-1,))
 
 
+@documented
 class FP8LinearGeneral(nnx.LinearGeneral):
     """`flax.nnx.LinearGeneral` in FP8: any contracted and batch axes.
 
-    flax's arguments come first, then those of jaxfp8. `fp8.dot_general` explains `precision` and
-    the arguments after `recipe`: the input is lhs, and the kernel is rhs.
+    It takes flax's arguments but `dot_general` and `dot_general_cls`, and the options of
+    `fp8.dot_general`. The input is lhs, and the kernel is rhs.
 
     Args:
       in_features: size of the contracted axis, or a tuple of sizes for several axes.
       out_features: size of the last axis of the result, or a tuple of sizes for several axes.
-      axis: axis of the input that is contracted, or a tuple of axes. Default: -1.
-      batch_axis: `{axis: size}` of the input's axes that kernel and bias have too. Default: {}.
-      use_bias: whether the layer adds a bias. Default: True.
-      dtype: dtype that input, kernel and bias are converted to before the cast to FP8. Default:
-        None, the dtype that these arrays promote to.
-      param_dtype: dtype in which kernel and bias are stored. Default: float32.
-      precision: None or "default" lets Hopper accumulate fast in the forward matmul. "high" or
-        "highest" does not. A pair must be of two equal values. Default: None.
-      kernel_init: initializer of the kernel. Default: LeCun normal.
-      bias_init: initializer of the bias. Default: zeros.
-      promote_dtype: function that converts input, kernel and bias to `dtype`. Default: flax's.
-      preferred_element_type: dtype of the matmul's result. Default: None, that of its operands.
-      rngs: `nnx.Rngs` that draws the initial values. Stochastic rounding takes keys from its stream
-        "fp8", or from its default stream. No default.
-      kernel_metadata: metadata of the `nnx.Param` of the kernel. Default: {}.
-      bias_metadata: metadata of the `nnx.Param` of the bias. Default: {}.
-      dot_general: do not pass it. The layer has its own matmul, and raises ValueError.
-      dot_general_cls: do not pass it, for the same reason.
-      recipe: which quantizer for which operand. Default: delayed scaling.
-      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
-      x_shard: how the mesh splits the input, an `fp8.Shard`. Default: None.
-      w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
-      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
-      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
-        Default: None, for `fp8.nnx.value_and_grad`.
-      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
-        `fp8.dot_general`. Default: None, FP8 copies are saved.
-      **arguments: all of the above but `in_features` and `out_features`, by name.
+      axis: axis of the input that is contracted, or a tuple of axes.
+      batch_axis: `{axis: size}` of the input's axes that kernel and bias have too.
 
     Raises:
       TypeError: if `recipe` is not a Recipe, or if an argument is unknown.
@@ -225,10 +171,12 @@ class FP8LinearGeneral(nnx.LinearGeneral):
         self,
         in_features: int | Sequence[int],
         out_features: int | Sequence[int],
+        *,
+        recipe: Recipe | None = None,
         **arguments: Unpack[LinearGeneralArguments],
     ) -> None:
         matmul, rest = _take_matmul(
-            FP8DotGeneral, "FP8LinearGeneral", arguments, "dot_general", "dot_general_cls"
+            FP8DotGeneral, recipe, "FP8LinearGeneral", arguments, "dot_general", "dot_general_cls"
         )
         super().__init__(in_features, out_features, dot_general=matmul, **rest)
         self.promote_dtype = KeepsFP8.of(self.promote_dtype)
@@ -239,42 +187,17 @@ class FP8LinearGeneral(nnx.LinearGeneral):
         return super().__call__(as_array("inputs", inputs), out_sharding)
 
 
+@documented
 class FP8Einsum(nnx.Einsum):
     """`flax.nnx.Einsum` in FP8.
 
-    flax's arguments come first, then those of jaxfp8. `fp8.dot_general` explains `precision` and
-    the arguments after `recipe`: the input is lhs, and the kernel is rhs.
+    It takes flax's arguments but `einsum_op`, and the options of `fp8.dot_general`. The input is
+    lhs, and the kernel is rhs.
 
     Args:
       einsum_str: the equation: input, kernel, and "->" with the result.
       kernel_shape: shape of the kernel.
       bias_shape: shape of the bias. Default: None, no bias.
-      dtype: dtype that input, kernel and bias are converted to before the cast to FP8. Default:
-        None, the dtype that these arrays promote to.
-      param_dtype: dtype in which kernel and bias are stored. Default: float32.
-      precision: None or "default" lets Hopper accumulate fast in the forward matmul. "high" or
-        "highest" does not. A pair must be of two equal values. Default: None.
-      kernel_init: initializer of the kernel. Default: LeCun normal.
-      bias_init: initializer of the bias. Default: zeros.
-      promote_dtype: function that converts input, kernel and bias to `dtype`. Default: flax's.
-      preferred_element_type: dtype of the matmul's result. Default: None, that of its operands.
-      rngs: `nnx.Rngs` that draws the initial values. Stochastic rounding takes keys from its stream
-        "fp8", or from its default stream. No default.
-      kernel_metadata: metadata of the `nnx.Param` of the kernel. Default: {}.
-      bias_metadata: metadata of the `nnx.Param` of the bias. Default: {}.
-      einsum_op: do not pass it. The layer has its own einsum, and raises ValueError.
-      recipe: which quantizer for which operand. Default: delayed scaling.
-      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
-      x_shard: how the mesh splits the input, an `fp8.Shard`. Default: None.
-      w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
-      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
-      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
-        Default: None, for `fp8.nnx.value_and_grad`.
-      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
-        `fp8.dot_general`. Default: None, FP8 copies are saved.
-      prologue: see `FP8Linear`. Default: None.
-      **arguments: all of the above but the first three and `prologue`, by name.
 
     Raises:
       TypeError: if `recipe` is not a Recipe, or if an argument is unknown.
@@ -294,12 +217,13 @@ class FP8Einsum(nnx.Einsum):
         kernel_shape: tuple[int, ...],
         bias_shape: tuple[int, ...] | None = None,
         *,
+        recipe: Recipe | None = None,
         prologue: AbstractPrologue | None = None,
         **arguments: Unpack[EinsumArguments],
     ) -> None:
         check_prologue("inputs", prologue)
         self.prologue = prologue
-        matmul, rest = _take_matmul(FP8EinsumOp, "FP8Einsum", arguments, "einsum_op")
+        matmul, rest = _take_matmul(FP8EinsumOp, recipe, "FP8Einsum", arguments, "einsum_op")
         super().__init__(einsum_str, kernel_shape, bias_shape, einsum_op=matmul, **rest)
         self.promote_dtype = KeepsFP8.of(self.promote_dtype)
         matmul.start_keys(arguments.get("rngs"))

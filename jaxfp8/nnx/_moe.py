@@ -1,23 +1,24 @@
 """`FP8MoE` and `FP8GroupedLinear`, layers of experts in flax.nnx."""
 
+import functools
 from typing import Any, ClassVar, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
-from jaxfp8._call import option_names
-from jaxfp8._typing import Array, DType, Tensor
-from jaxfp8.matmul._options import LayerOptions, StateChannel, as_array, check_high_precision
-from jaxfp8.moe._experts import ExpertParallel, check_clamp, split_gate
+from jaxfp8._call import check_options, option_names
+from jaxfp8._layer_arguments import documented
+from jaxfp8._typing import Array, DType
+from jaxfp8.matmul._options import UnshardedOptions, as_array, check_high_precision
+from jaxfp8.moe._experts import ExpertParallel, split_gate
 from jaxfp8.moe._mixture import MoEStats, apply_mixture, check_mixture, check_tokens
-from jaxfp8.moe._router import Scores, check_scores
+from jaxfp8.moe._router import Scores
 from jaxfp8.nnx._dot_general import LATER, AbstractFP8Matmul
 from jaxfp8.nnx._layers import FP8Linear
 from jaxfp8.nnx._state import FP8State
 from jaxfp8.ops._dispatch_matmul import CombineOptions
 from jaxfp8.ops._ragged_dot import RaggedDotOptions, ragged_dot
-from jaxfp8.plan._kernels import Kernels
 from jaxfp8.prologues._prologue import SwiGLU
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._init import unset_state
@@ -25,62 +26,47 @@ from jaxfp8.state._init import unset_state
 # `FP8MoE`: a layer of experts with its router.
 
 
-class ExpertKernels(AbstractFP8Matmul):
-    """The matrices of all experts of one matmul, with its state. `FP8MoE` multiplies."""
-
-    argument: ClassVar[str] = "kernels"
+class _GroupedMatmul(AbstractFP8Matmul):
+    """A matmul of groups. `stacked` is (E,) for a state of each of E groups, else ()."""
 
     def __init__(
-        self, recipe: Recipe | None, kernel: Array, stacked: tuple[int, ...],
-        **options: Unpack[LayerOptions],
-    ) -> None:  # fmt: skip
+        self, recipe: Recipe | None, stacked: tuple[int, ...], **options: Unpack[UnshardedOptions]
+    ) -> None:
         super().__init__(recipe, rngs=LATER, **options)
-        self.kernel = nnx.Param(kernel)
         if self.recipe.rows:
             self.state = FP8State(unset_state(self.recipe.rows, stacked))
 
+    def options_of_groups(self, known: type) -> Any:
+        """The options of the matmul at this call that a TypedDict lists. It has no shards."""
+        options = self.matmul_options()
+        return {name: each for name, each in options.items() if name in option_names(known)}
 
+
+class ExpertKernels(_GroupedMatmul):
+    """The matrices of all experts of one matmul, with its state. `FP8MoE` multiplies."""
+
+    argument: ClassVar[str] = "kernels"
+    kernel: nnx.Param[Array]
+
+
+@documented
 class FP8MoE(nnx.Module):
     """A layer of experts in FP8: a router sends each token to k of E experts, which are SwiGLUs.
 
     The result is `sum_j gate_j * (silu(a) * b) @ w_out[e_j]`, with `[a, b] = x @ w_in[e_j]`, over
     the experts e_j that the router chose for token x. The router is in float32, and computes
-    `x @ router` (`fp8.moe.top_k`). The experts are `fp8.moe.swiglu_experts`.
+    `x @ router` (`fp8.moe.top_k`). The experts are `fp8.moe.swiglu_experts`, which explains the
+    last arguments.
 
-    With `parallel` experts are split over a mesh axis. In an Auto or Explicit mesh that is set,
-    arrays are global. There leading axes of the input but the first may not be split. Inside
-    `jax.shard_map` over the axis, this device has E / D experts: its kernels and states are parts
-    along axis 0. The router is the same on all devices. Make the layer outside, and split its
-    Variables.
+    `parallel` splits experts over a mesh axis. For `jax.shard_map` make the layer outside, and
+    split its Variables.
 
     Args:
-      experts: E, the number of experts of all devices.
       features: K, the features of a token.
-      hidden: F, the hidden features of each expert.
-      k: how many experts each token gets.
-      rngs: `nnx.Rngs` that draws the initial values, and keys as in `FP8Linear`. No default.
-      dtype: dtype that input and kernels are converted to before the cast to FP8. Default: None,
-        the dtype that these arrays promote to.
-      param_dtype: dtype in which kernels are stored. The router is stored in float32. Default:
-        float32.
-      recipe: which quantizer for which operand. Default: delayed scaling.
-      parallel: how tokens go to experts over a mesh, an `fp8.moe.ExpertParallel`. Default: None,
-        every device has all experts.
-      scores: "softmax" or "sigmoid", see `fp8.moe.top_k`. Default: "softmax".
-      normalized: whether gates are divided by their sum. Pass False for k = 1, see `fp8.moe.top_k`.
-        Default: True.
-      clamp: see `fp8.moe.swiglu_experts`. It holds for a shared expert, too. Default: None.
-      shared: hidden features of a SwiGLU that every token passes beside its experts, two layers
-        `FP8Linear` without bias. Default: 0, there is none.
-      router_init: initializer of the router [K, E]. Default: LeCun normal.
+      param_dtype: dtype in which kernels are stored. The router is stored in float32.
       kernel_init: initializer of the kernels [E, K, 2 F] and [E, F, K]. Default: LeCun normal of
         each matrix.
-      state_per_expert: whether each expert has quantizer states of its own, stacked along axis 0
-        like the kernels. Otherwise one state records the largest amax of all. Default: True.
-      reduce_axes: see `fp8.ragged_dot`. Default: None.
-      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      state_channel: see `FP8Linear`. Default: None.
-      save_original: see `fp8.moe.swiglu_experts`. Default: None.
+      save_original: see `fp8.moe.swiglu_experts`.
 
     Raises:
       TypeError, ValueError: for an argument that cannot be, or if `rngs` lacks a stream for
@@ -118,37 +104,31 @@ class FP8MoE(nnx.Module):
         router_init: Any = None,
         kernel_init: Any = None,
         state_per_expert: bool = True,
-        reduce_axes: tuple[str, ...] | None = None,
-        kernels: Kernels | None = None,
-        state_channel: StateChannel | None = None,
-        save_original: tuple[Tensor, ...] | None = None,
+        **options: Unpack[UnshardedOptions],
     ) -> None:
-        check_mixture(experts, hidden, k, shared, parallel)
-        check_scores(scores)
-        check_clamp(clamp)
+        check_options("fp8.nnx.FP8MoE", UnshardedOptions, options)
+        check_mixture(experts, hidden, k, shared, parallel, scores, clamp)
         router_init = router_init or nnx.initializers.lecun_normal()
         kernel_init = kernel_init or nnx.initializers.lecun_normal(batch_axis=(0,))
-        options: Any = {
-            "reduce_axes": reduce_axes, "kernels": kernels, "state_channel": state_channel,
-            "save_original": save_original,
-        }  # fmt: skip
         stacked = (experts,) if state_per_expert else ()
 
         def matrices(k: int, n: int) -> ExpertKernels:
             kernel = kernel_init(rngs.params(), (experts, k, n), param_dtype)
-            return ExpertKernels(recipe, kernel, stacked=stacked, **options)
+            matmul = ExpertKernels(recipe, stacked, **options)
+            matmul.kernel = nnx.Param(kernel)
+            return matmul
 
         self.router = nnx.Param(router_init(rngs.params(), (features, experts), jnp.float32))
         self.w_in, self.w_out = matrices(features, 2 * hidden), matrices(hidden, features)
         self.shared_in: Any = nnx.data(None)
         self.shared_out: Any = nnx.data(None)
         if shared:
-            options |= {
-                "use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "recipe": recipe,
-                "rngs": rngs,
-            }  # fmt: skip
-            self.shared_in = FP8Linear(features, 2 * shared, **options)
-            self.shared_out = FP8Linear(shared, features, prologue=SwiGLU(), **options)
+            dense = functools.partial(
+                FP8Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, recipe=recipe,
+                rngs=rngs, **options,
+            )  # fmt: skip
+            self.shared_in = dense(features, 2 * shared)
+            self.shared_out = dense(shared, features, prologue=SwiGLU())
         self.w_in.start_keys(rngs)  # one key for both matmuls, after all parameters are drawn
         self.dtype, self.k, self.parallel = dtype, k, parallel
         self.scores: Scores = scores
@@ -160,8 +140,7 @@ class FP8MoE(nnx.Module):
         w_in, w_out = self.w_in.kernel[...], self.w_out.kernel[...]
         check_high_precision("FP8MoE", w_in=w_in, w_out=w_out)
         x, w_in, w_out = promote_dtype((inputs, w_in, w_out), dtype=self.dtype)
-        known, given = option_names(CombineOptions), self.w_in.matmul_options()
-        options: Any = {name: value for name, value in given.items() if name in known}
+        options = self.w_in.options_of_groups(CombineOptions)
         if options["name"] is not None:  # the path of w_in
             options["name"] = options["name"].rpartition("/")[0]
         y, stats = apply_mixture(
@@ -177,56 +156,36 @@ class FP8MoE(nnx.Module):
 # `FP8GroupedLinear`: a dense layer with a kernel for each group of rows, for experts.
 
 
-class FP8RaggedDot(AbstractFP8Matmul):
+class FP8RaggedDot(_GroupedMatmul):
     """The grouped matmul of an `FP8GroupedLinear`, with its state."""
 
     argument: ClassVar[str] = "ragged_dot"
-
-    def __init__(
-        self, recipe: Recipe | None, stacked: tuple[int, ...], **options: Unpack[LayerOptions]
-    ) -> None:
-        super().__init__(recipe, rngs=LATER, **options)
-        if self.recipe.rows:
-            self.state = FP8State(unset_state(self.recipe.rows, stacked))
 
     def __call__(
         self, x: Array, w: Array, group_sizes: Array, precision: Any, bias: Array | None
     ) -> Array:
         """Multiply rows x [T, K] by the matrices w [E, K, N] of their groups."""
-        known = option_names(RaggedDotOptions)
-        options: Any = {n: v for n, v in self.matmul_options().items() if n in known}
         return ragged_dot(
             x, w, group_sizes, recipe=self.recipe, state=self.matmul_state, precision=precision,
-            bias=bias, **options,
+            bias=bias, **self.options_of_groups(RaggedDotOptions),
         )  # fmt: skip
 
 
+@documented
 class FP8GroupedLinear(nnx.Module):
     """A dense layer of experts in FP8: the rows of group e are x_e @ kernel[e] + bias[e].
 
     x_e are the rows of group e. The layer is called with rows x [T, K] that are sorted by group,
-    and with the number of rows of each group, i32[E]. Rows of no group, behind the others, give 0.
-    See `fp8.ragged_dot`. Inside `jax.shard_map` E is the number of experts on this device.
+    and with the number of rows of each group, i32[E]. Rows of no group,
+    behind the others, give 0. See `fp8.ragged_dot`, which explains the last arguments. Inside
+    `jax.shard_map` E is the number of experts on this device.
 
     Args:
       groups: E, the number of groups (experts).
       in_features: K, the size of the contracted axis.
       out_features: N, the size of the last axis of the result.
-      use_bias: whether each group has a bias. Default: True.
-      dtype: dtype that input, kernel and bias are converted to before the cast to FP8. Default:
-        None, the dtype that these arrays promote to.
-      param_dtype: dtype in which kernel and bias are stored. Default: float32.
-      precision: see `FP8Linear`. Default: None.
       kernel_init: initializer of the kernel [E, K, N]. Default: LeCun normal of each [K, N].
       bias_init: initializer of the bias [E, N]. Default: zeros.
-      rngs: `nnx.Rngs` that draws the initial values, and keys as in `FP8Linear`. No default.
-      recipe: which quantizer for which operand. Default: delayed scaling.
-      state_per_group: whether each group has a quantizer state of its own, stacked along axis 0
-        like the kernel. Otherwise one state records the largest amax of all groups. Default: True.
-      reduce_axes: see `fp8.ragged_dot`. Default: None.
-      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      state_channel: see `FP8Linear`. Default: None.
-      save_original: see `FP8Linear`. Default: None.
 
     Raises:
       TypeError: if `recipe` is not a Recipe.
@@ -256,11 +215,9 @@ class FP8GroupedLinear(nnx.Module):
         bias_init: Any = None,
         recipe: Recipe | None = None,
         state_per_group: bool = True,
-        reduce_axes: tuple[str, ...] | None = None,
-        kernels: Kernels | None = None,
-        state_channel: StateChannel | None = None,
-        save_original: tuple[Tensor, ...] | None = None,
+        **options: Unpack[UnshardedOptions],
     ) -> None:
+        check_options("fp8.nnx.FP8GroupedLinear", UnshardedOptions, options)
         kernel_init = kernel_init or nnx.initializers.lecun_normal(batch_axis=(0,))
         bias_init = bias_init or nnx.initializers.zeros_init()
         shape = groups, in_features, out_features
@@ -269,10 +226,7 @@ class FP8GroupedLinear(nnx.Module):
         if use_bias:
             self.bias = nnx.Param(bias_init(rngs.params(), (groups, out_features), param_dtype))
         self.dtype, self.precision = dtype, precision
-        self.ragged_dot = FP8RaggedDot(
-            recipe, (groups,) if state_per_group else (), reduce_axes=reduce_axes,
-            kernels=kernels, state_channel=state_channel, save_original=save_original,
-        )  # fmt: skip
+        self.ragged_dot = FP8RaggedDot(recipe, (groups,) if state_per_group else (), **options)
         self.ragged_dot.start_keys(rngs)
 
     def __call__(self, inputs: Array, group_sizes: Array) -> Array:

@@ -128,31 +128,19 @@ def _check_wrt(model: Any, wrt: Any) -> None:
 
 
 def _whose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The first part of a message: the network that the gradient passes through untrained."""
-    named = {
-        f"positional argument {i} of the loss": each for i, each in enumerate(args, start=2)
-    } | kwargs
-    held = {
-        name: each
+    """The first part of a message: which arguments have states that the loss does not train."""
+    named = {f"positional argument {i}": each for i, each in enumerate(args, start=2)} | kwargs
+    held = [
+        f"{name} is a {type(each).__name__} with quantizer states"
         for name, each in named.items()
-        if any(
-            not node.frozen
-            for node in jax.tree.leaves(states_of((each,)), is_leaf=is_state)
-            if is_state(node)
-        )
-    }
-    if not held:
-        return (
-            "No other argument of the loss holds quantizer states. If the loss uses a network from "
-            "outside, pass that network as an argument: fp8.nnx.freeze(network). If the loss takes "
-            "a gradient inside (a gradient penalty), use recipes.identity(), because FP8 matmuls "
-            "have no second derivative. Otherwise:"
-        )
-    name, network = next(iter(held.items()))
+        if any(not node.frozen for node in jax.tree.leaves(states_of((each,)), is_leaf=is_state))
+    ]
     return (
-        f"{name} is a {type(network).__name__} with quantizer states, but the loss trains only its "
-        "first argument. Pass fp8.nnx.freeze(network) instead. Do the same for any other network "
-        "that the loss uses. In detail:"
+        f"The loss trains only its first argument; {', '.join(held) or 'no other has states'}. "
+        "Pass fp8.nnx.freeze(network) for a network that a gradient passes through, also for one "
+        "that the loss takes from outside. If the loss takes a gradient inside (a gradient "
+        "penalty), use recipes.identity(), because FP8 matmuls have no second derivative. In "
+        "detail:"
     )
 
 

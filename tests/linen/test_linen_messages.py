@@ -72,11 +72,6 @@ def created(**fields):
     return TrainState.create(tx=optax.sgd(0.1), **(given | fields))
 
 
-CARRIED = (
-    "carries '_overwrite_with_gradient'",
-    "can carry only variables that exist before the scan",
-    "variable_axes={'_overwrite_with_gradient': 0}",
-)
 MESSAGES = {
     "using a name": Message(
         TypeError,
@@ -133,25 +128,6 @@ MESSAGES = {
         "the class FP8EinsumOp",
         "an instance",
         "FP8EinsumOp(recipe)",
-    ),
-    "scan carries the collection": Message(
-        fp8.FP8StateError,
-        lambda: scanned(variable_axes={"params": 0}, variable_carry=COLLECTION).init(KEY, X, None),
-        *CARRIED,
-    ),
-    "scan carries all": Message(
-        fp8.FP8StateError,
-        lambda: scanned(variable_axes={"params": 0}, variable_carry=True).init(KEY, X, None),
-        *CARRIED,
-    ),
-    "scan carries a state that is there": Message(
-        fp8.FP8StateError,
-        lambda: scanned(variable_axes={"params": 0}, variable_carry=COLLECTION).apply(
-            scanned(variable_axes={"params": 0}, variable_broadcast=COLLECTION).init(KEY, X, None),
-            X,
-            None,
-        ),
-        *CARRIED,
     ),
     "state_specs of variables": Message(
         fp8.FP8StateError,

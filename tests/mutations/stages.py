@@ -12,6 +12,7 @@ from fault_table import Sources, room_of
 TESTS = {
     "_call": ("ops/test_unknown_options.py", "conversion"),
     "_geometry": ("test_geometry.py",),
+    "_layer_arguments": ("test_layer_arguments.py",),
     "_quantized_tensor": ("tensors",),
     "matmul": ("ops",),
     "prologues": ("kernels/test_prologues.py", "ops/test_prologue.py"),

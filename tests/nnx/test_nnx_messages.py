@@ -134,7 +134,7 @@ MESSAGES = {
     "a GAN's critic, argument": Message(
         fp8.FP8StateError,
         through_an_argument,
-        "positional argument 3 of the loss is a Critic with quantizer states",
+        "positional argument 3 is a Critic with quantizer states",
         "trains only its first argument",
         FROZEN,
     ),
@@ -148,15 +148,15 @@ MESSAGES = {
     "a GAN's critic, under jit": Message(
         fp8.FP8StateError,
         under_jit,
-        "positional argument 2 of the loss is a Critic",
+        "positional argument 2 is a Critic",
         "only its first argument",
         FROZEN,
     ),
     "a GAN's critic, closure": Message(
         fp8.FP8StateError,
         through_a_closure,
-        "No other argument of the loss holds",
-        "a network from outside",
+        "no other has states",
+        "takes from outside",
         FROZEN,
     ),
 }
