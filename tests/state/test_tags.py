@@ -12,7 +12,7 @@ import jaxfp8 as fp8
 from jaxfp8.recipes._recipe import Row
 from jaxfp8.state._commit import commit_one
 from jaxfp8.state._identity import (
-    _MEAN_ROUNDING,
+    _ROUNDING,
     _TAGS,
     _UNIT,
     same_fingerprint,
@@ -147,9 +147,9 @@ def test_tags_are_equal_in_numpy_and_jax():
 def test_tags_are_between_the_bounds_and_far_from_other_rows():
     state = after(RECIPES["long"], np.exp(np.random.default_rng(5).normal(size=(N, 3)) * 20))
     tag = np.asarray(state.fingerprint - fingerprints(state.rows, state.fingerprint.shape)) / _UNIT
-    assert (tag.min(), tag.max()) == (8, 60)
-    assert _MEAN_ROUNDING / _UNIT < 8
-    assert 60 * _UNIT + _MEAN_ROUNDING <= _TAGS
+    assert set(np.unique(tag)) == {8 + 7 * level for level in range(8)}
+    assert 2 * _ROUNDING <= 7 * _UNIT
+    assert 57 * _UNIT + _ROUNDING <= _TAGS
     # Checksums are multiples of 2^-16.
     row = Row("x", fp8.quantizers.Delayed(format=fp8.E4M3))
     assert (row.fingerprint * 2**16).is_integer()
