@@ -7,8 +7,8 @@ model, so it is differentiated with it. haliax's `partition_for_grad_overwrite` 
 
 import dataclasses
 import functools
-import inspect
 import re
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, Unpack
 
@@ -25,7 +25,7 @@ from jaxfp8.ops._ragged_dot import ragged_dot
 from jaxfp8.plan._roofline import check_groups
 from jaxfp8.plugs._policy import Policy, import_guest
 from jaxfp8.recipes._recipe import Recipe, Row
-from jaxfp8.state._gradient_channel import Use
+from jaxfp8.state._gradient_channel import Use, check_one_use
 from jaxfp8.state._init import init_state, unset_state
 from jaxfp8.state._state import LEAVES, MatmulState
 
@@ -204,16 +204,14 @@ def _check_one_backward_pass(policy: Policy) -> None:
     """
     if not (policy.recipe.rows and policy.options["state_channel"] == "gradient"):
         return
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "levanter.grad_accum":
-            raise FP8StateError(
-                f"levanter splits the batch into microbatches, but recipe {policy.recipe.name!r} "
-                "has quantizer state, and levanter would divide the state of the last microbatch "
-                "by their number. Set per_device_parallelism to -1 in TrainerConfig, or take a "
-                "recipe without state, such as fp8.recipes.current()."
-            )
-        frame = frame.f_back
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    if any(frame.f_globals.get("__name__") == "levanter.grad_accum" for frame in frames):
+        raise FP8StateError(
+            f"levanter splits the batch into microbatches, but recipe {policy.recipe.name!r} "
+            "has quantizer state, and levanter would divide the state of the last microbatch "
+            "by their number. Set per_device_parallelism to -1 in TrainerConfig, or take a "
+            "recipe without state, such as fp8.recipes.current()."
+        )
 
 
 @functools.cache
@@ -343,7 +341,7 @@ def _joined(use: Use, rows: tuple[Row, ...], leaves: _Leaves) -> MatmulState:
 
 
 def _forward_rule(use: Use, rows: tuple[Row, ...], leaves: _Leaves) -> tuple[MatmulState, None]:
-    use.differentiate()
+    check_one_use(use)
     return _joined(use, rows, leaves), None
 
 

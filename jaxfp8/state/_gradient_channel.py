@@ -39,62 +39,61 @@ from jaxfp8.state._ledger import (
 )
 from jaxfp8.state._state import LEAVES, MatmulState, Probe, SeenAmax, map_states
 
-# Uses of a state: a state in the gradient channel may be used once in a trace.
+# Uses of an array: a state in the gradient channel may be used once in a trace.
 #
 # JAX adds the cotangents of all uses. With `state_channel="gradient"` these are states, and a sum
-# of states is no state.
+# of states is no state. The seal of a `Released` (`optim/`) is such an array, too.
 
 
 @dataclasses.dataclass(eq=False)
-class _Leaf:
-    """A traced array of a state."""
+class _Traced:
+    """A traced array."""
 
-    leaf: weakref.ReferenceType[Any]  # its memory may be used again, so an address is no identity
-    # The uses that a gradient goes through.
-    differentiated: list["Use"] = dataclasses.field(default_factory=list)
+    array: weakref.ReferenceType[Any]  # its memory may be used again, so an address is no identity
+    uses: list["Use"]  # the first one of each trace that a gradient goes through
 
 
 # An entry lives as long as one of its uses, which the trace holds.
-_leaves: weakref.WeakValueDictionary[int, _Leaf] = weakref.WeakValueDictionary()
+_traced: weakref.WeakValueDictionary[int, _Traced] = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Use:
-    """One use of a state while a function is traced."""
+    """One use of an array while a function is traced."""
 
-    leaf: _Leaf | None  # the array that identifies the state; None if it is no tracer
+    traced: _Traced | None  # None if the array is no tracer
     trace: Any  # the branches of `lax.cond` may each use a state once, and have their own traces
 
     @classmethod
     def of(cls, array: Any) -> "Use":
-        """A use of the state that has this array."""
         if not isinstance(array, jax.core.Tracer):
             return cls(None, None)
-        entry = _leaves.get(id(array))
-        if entry is None or entry.leaf() is not array:
-            entry = _leaves[id(array)] = _Leaf(weakref.ref(array))
-        return cls(entry, jax.extend.core.get_opaque_trace_state(convention="jaxfp8"))
+        traced = _traced.get(id(array))
+        if traced is None or traced.array() is not array:
+            traced = _traced[id(array)] = _Traced(weakref.ref(array), [])
+        return cls(traced, jax.extend.core.get_opaque_trace_state(convention="jaxfp8"))
 
-    def differentiate(self) -> None:
-        """Note that a gradient goes through this use.
+    def is_second(self) -> bool:
+        """Whether a gradient goes through an earlier use, too. A forward rule calls it."""
+        if self.traced is None:
+            return False
+        first = next((use for use in self.traced.uses if use.trace == self.trace), None)
+        if first is None:
+            self.traced.uses.append(self)
+        return first not in (None, self)  # JAX may run the forward rule of a use several times
 
-        It may be called again, because JAX may run a forward rule several times. FP8StateError if
-        a gradient goes through another use of the state in the same trace.
-        """
-        if self.leaf is None:
-            return
-        others = self.leaf.differentiated
-        if any(other is not self and other.trace == self.trace for other in others):
-            raise FP8StateError(
-                'a state with state_channel="gradient" is used twice in one loss, by a shared '
-                "layer or by tied layers. JAX would add the states of both uses. Use "
-                "fp8.value_and_grad and state_channel=None. Without flax, call "
-                "fp8.state.in_gradient_channel(state) once, and pass what fp8.fork gives to the "
-                "matmuls, with state_channel=None. For a use that the loss does not train, pass "
-                "jax.lax.stop_gradient(fp8.freeze(state))."
-            )
-        if self not in others:
-            others.append(self)
+
+def check_one_use(use: Use) -> None:
+    """Raise FP8StateError if a gradient goes through another use of the state, too."""
+    if use.is_second():
+        raise FP8StateError(
+            'a state with state_channel="gradient" is used twice in one loss, by a shared '
+            "layer or by tied layers. JAX would add the states of both uses. Use "
+            "fp8.value_and_grad and state_channel=None. Without flax, call "
+            "fp8.state.in_gradient_channel(state) once, and pass what fp8.fork gives to the "
+            "matmuls, with state_channel=None. For a use that the loss does not train, pass "
+            "jax.lax.stop_gradient(fp8.freeze(state))."
+        )
 
 
 # The channel: a custom gradient that decodes, commits, and returns the next state.
@@ -202,7 +201,7 @@ def _broken(state: MatmulState) -> Array:
 
 def _forward_rule(channel: _Channel, state: MatmulState) -> tuple[Any, MatmulState]:
     # JAX calls this rule only if it differentiates with respect to the state.
-    channel.use.differentiate()
+    check_one_use(channel.use)
     return _ledger_and_scales(state), state
 
 

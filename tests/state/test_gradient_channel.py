@@ -190,7 +190,7 @@ def test_uses_are_forgotten():
 
     def remembered():
         gc.collect()
-        return len(_gradient_channel._leaves)
+        return len(_gradient_channel._traced)
 
     gc.freeze()  # a look through all objects of the tests before takes seconds
     try:
