@@ -26,11 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8._typing import Array, FP8StateError, PyTree
-from jaxfp8.sharding._amax import check_axes, manual_axes, types_show_varying
+from jaxfp8.sharding._amax import check_axes, types_show_varying
 from jaxfp8.state._commit import commit_one
 from jaxfp8.state._identity import check_at_use, known_scales, rows_fit, tag_fits, tag_state
 from jaxfp8.state._init import fingerprints
 from jaxfp8.state._ledger import (
+    check_named,
     decode,
     read_reduce_axes,
     reduce_over_mesh,
@@ -151,14 +152,9 @@ def _one(state: MatmulState, *, named: tuple[str, ...] | None) -> MatmulState:
             "state leaves the backward pass by one channel. Drop state_channel, or use "
             "jax.value_and_grad over all variables, and overwrite the state with its gradient."
         )
+    check_named(named, 'reduce_axes= of this call or layer with state_channel="gradient"')
     if types_show_varying():
         named = None  # types say over which axes an amax is reduced
-    elif named is None:
-        raise FP8StateError(
-            f"inside shard_map(check_vma=False) or pmap over {manual_axes()} types do not say over "
-            'which mesh axes an amax is reduced. With state_channel="gradient" name the axes with '
-            "reduce_axes= of this call or layer, all but those of pipeline stages."
-        )
     check_axes(named or ())
     channel = _Channel(Use.of(state.scale), named)
     ledger, known = _collect(channel, check_at_use(state))

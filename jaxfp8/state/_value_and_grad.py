@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxfp8._typing import Array, FP8StateError, PyTree
+from jaxfp8._typing import Array, PyTree
 from jaxfp8.recipes._presets import identity
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import check_axes, manual_axes, types_show_varying
@@ -26,6 +26,7 @@ from jaxfp8.state._commit import commit_one, nothing_seen
 from jaxfp8.state._identity import STACKING, check_at_use, known_scales
 from jaxfp8.state._ledger import (
     BINS,
+    check_named,
     decode,
     read_reduce_axes,
     reduce_over_mesh,
@@ -192,12 +193,8 @@ def value_and_grad(
     def wrapped(
         params: PyTree, state: PyTree, *args: Any, **kwargs: Any
     ) -> tuple[Any, PyTree, PyTree]:
-        if not types_show_varying() and named is None and jax.tree.leaves(state):
-            raise FP8StateError(
-                f"inside shard_map(check_vma=False) or pmap over {manual_axes()} types do not say "
-                "over which mesh axes an amax is reduced. Name the axes, all but those of pipeline "
-                "stages: fp8.value_and_grad(..., reduce_axes=(...))."
-            )
+        if jax.tree.leaves(state):
+            check_named(named, "fp8.value_and_grad(..., reduce_axes=(...))")
         if named and manual_axes() and types_show_varying():
             raise ValueError(
                 f"reduce_axes={named} is not used here. JAX's types say over which axes a value "
@@ -214,8 +211,11 @@ def value_and_grad(
         ledgers = jax.tree.map(vary_everywhere, zero_ledgers(state))
         scales = structure.unflatten(map(known_scales, states))
 
+        def with_probe(s: MatmulState, ledger: Array, known: Array) -> MatmulState:
+            return dataclasses.replace(s, probe=Probe(None if s.frozen else ledger, known, named))
+
         def loss(handles: PyTree, ledgers: PyTree) -> Any:
-            probed = _with_probes(state, ledgers, scales, reduce_axes=named)
+            probed = map_states(with_probe, state, ledgers, scales)
             out = loss_fn(_with_handles(params, handles), probed, *args, **kwargs)
             # Outside of the loss states have no probe. aux may hold a state that had one.
             return (out[0], _without_probes(out[1])) if has_aux else out
@@ -264,23 +264,6 @@ def _with_handles(params: PyTree, handles: PyTree) -> PyTree:
         ),
         params, handles, is_leaf=is_weight,
     )  # fmt: skip
-
-
-def _with_probes(
-    state: PyTree, ledgers: PyTree, known: PyTree, *, reduce_axes: tuple[str, ...] | None
-) -> PyTree:
-    """The state with probes, for a differentiated loss.
-
-    `ledgers` is a tree of f32[..., BINS, R], as `zero_ledgers` returns. `known` is a tree of
-    f32[..., 2, R].
-    """
-
-    def one(s: MatmulState, ledger: Array, scales: Array) -> MatmulState:
-        return dataclasses.replace(
-            s, probe=Probe(None if s.frozen else ledger, scales, reduce_axes)
-        )
-
-    return map_states(one, state, ledgers, known)
 
 
 def _without_probes(tree: PyTree) -> PyTree:
