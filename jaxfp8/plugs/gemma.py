@@ -11,7 +11,7 @@ import contextvars
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, Protocol, Unpack
+from typing import Any, NoReturn, Unpack
 
 import flax.linen as nn
 import jax
@@ -35,15 +35,6 @@ _entered: contextvars.ContextVar[tuple[tuple[Policy, str], ...]] = contextvars.C
 _key: Any = jax.make_user_context(None)
 # What has exchanged a layer. Later a program from that cache may call the layer, unseen.
 _matched: set[tuple[Policy, str]] = set()
-
-
-class GemmaEinsum(Protocol):
-    """The fields of gemma's `_layers.Einsum` that a replacement reads."""
-
-    shape: tuple[int, ...]
-    weight_name: str
-    initializer: Any
-    dtype: Any
 
 
 @contextlib.contextmanager
@@ -186,7 +177,7 @@ class FP8GemmaEinsum(nn.Module):
     @nn.compact
     def __call__(self, eqn: str, x: Array) -> Array:
         """Compute `einsum(eqn, x, w)` in FP8."""
-        of: GemmaEinsum = self.wrapped
+        of = self.wrapped
         w = self.param(of.weight_name, of.initializer, of.shape, of.dtype)
         if isinstance(w, dict):  # flax returns the dict of a shared scope
             w = w["w"]

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend.core
@@ -38,7 +38,7 @@ from jaxfp8.state._ledger import (
     vary_everywhere,
     zero_ledgers,
 )
-from jaxfp8.state._state import LEAVES, MatmulState, Probe, SeenAmax, map_states
+from jaxfp8.state._state import MatmulState, Probe, SeenAmax, map_states
 
 # Uses of an array: a state in the gradient channel may be used once in a trace.
 #
@@ -99,12 +99,7 @@ def check_one_use(use: Use) -> None:
 
 # The channel: a custom gradient that decodes, commits, and returns the next state.
 
-
-class _Channel(NamedTuple):
-    """The static arguments of the channel, for one state."""
-
-    use: Use
-    reduce_axes: tuple[str, ...] | None
+Named = tuple[str, ...] | None  # the mesh axes of `reduce_axes=`
 
 
 def in_gradient_channel(state: PyTree, *, reduce_axes: Sequence[str] | None = None) -> PyTree:
@@ -143,7 +138,7 @@ def in_gradient_channel(state: PyTree, *, reduce_axes: Sequence[str] | None = No
     return map_states(functools.partial(_one, named=read_reduce_axes(reduce_axes)), state)
 
 
-def _one(state: MatmulState, *, named: tuple[str, ...] | None) -> MatmulState:
+def _one(state: MatmulState, *, named: Named) -> MatmulState:
     if state.probe is not None:
         if state.probe.channel == "gradient":
             return state
@@ -156,15 +151,14 @@ def _one(state: MatmulState, *, named: tuple[str, ...] | None) -> MatmulState:
     if types_show_varying():
         named = None  # types say over which axes an amax is reduced
     check_axes(named or ())
-    channel = _Channel(Use.of(state.scale), named)
-    ledger, known = _collect(channel, check_at_use(state))
+    ledger, known = _collect(Use.of(state.scale), named, check_at_use(state))
     return dataclasses.replace(state, probe=Probe(ledger, known, named, "gradient"))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _collect(channel: _Channel, state: MatmulState) -> tuple[Array | None, Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _collect(use: Use, named: Named, state: MatmulState) -> tuple[Array | None, Array]:
     """The ledger and the scales of a probe. The cotangent of `state` is the next state."""
-    del channel
+    del use, named
     return _ledger_and_scales(state)
 
 
@@ -195,28 +189,28 @@ def _broken(state: MatmulState) -> Array:
     return jnp.any(~(passes | zero), axis=-1, keepdims=True)
 
 
-def _forward_rule(channel: _Channel, state: MatmulState) -> tuple[Any, MatmulState]:
+def _forward_rule(use: Use, named: Named, state: MatmulState) -> tuple[Any, MatmulState]:
+    del named
     # JAX calls this rule only if it differentiates with respect to the state.
-    check_one_use(channel.use)
+    check_one_use(use)
     return _ledger_and_scales(state), state
 
 
-def _backward_rule(channel: _Channel, state: MatmulState, cotangents: Any) -> tuple[MatmulState]:
+def _backward_rule(
+    use: Use, named: Named, state: MatmulState, cotangents: Any
+) -> tuple[MatmulState]:
+    del use
     if state.frozen:
         return (state,)  # its scales have a cotangent of zeros, so JAX calls this rule
     ledger, _ = cotangents
-    (amax,) = reduce_over_mesh([decode(ledger)], [state], channel.reduce_axes)
+    (amax,) = reduce_over_mesh([decode(ledger)], [state], named)
     new = tag_state(commit_one(state, SeenAmax(amax, state.rows)))
     broken = _broken(state)
-    kept: Any = {
-        name: jnp.where(
-            broken[..., None] if name == "amax_history" else broken,
-            getattr(state, name),
-            getattr(new, name),
-        )
-        for name in LEAVES
-    }
-    return (dataclasses.replace(new, **kept),)
+
+    def kept(old: Array, new: Array) -> Array:
+        return jnp.where(broken[..., None] if old.ndim > broken.ndim else broken, old, new)
+
+    return (jax.tree.map(kept, state, new),)
 
 
 _collect.defvjp(_forward_rule, _backward_rule)

@@ -12,7 +12,7 @@ such read.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -23,9 +23,8 @@ from jaxfp8.recipes._presets import identity
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import check_axes, manual_axes, types_show_varying
 from jaxfp8.state._commit import commit_one, nothing_seen
-from jaxfp8.state._identity import STACKING, check_at_use, known_scales
+from jaxfp8.state._identity import check_at_use, known_scales
 from jaxfp8.state._ledger import (
-    BINS,
     check_named,
     decode,
     read_reduce_axes,
@@ -220,10 +219,9 @@ def value_and_grad(
             # Outside of the loss states have no probe. aux may hold a state that had one.
             return (out[0], _without_probes(out[1])) if has_aux else out
 
-        with _explained(states):
-            value, (grads, cotangents) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(
-                _handles_of(params), ledgers
-            )
+        value, (grads, cotangents) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(
+            _handles_of(params), ledgers
+        )
         stacks = _Stacks.of(states)
         amaxes = stacks.apply(decode, structure.flatten_up_to(cotangents))
         amaxes = reduce_over_mesh(amaxes, states, named)
@@ -232,23 +230,6 @@ def value_and_grad(
         return value, grads, structure.unflatten(new)
 
     return wrapped
-
-
-@contextlib.contextmanager
-def _explained(states: Iterable[MatmulState]) -> Iterator[None]:
-    """Adds a note to JAX's error about an axis of 1024, if a state has as many layers as rows.
-
-    JAX's error does not name the cause: the states were mapped over another axis than their layers.
-    """
-    try:
-        yield
-    except ValueError as error:
-        if str(BINS) in str(error) and any(len(s.rows) in s.scale.shape[:-1] for s in states):
-            error.add_note(
-                f"jaxfp8: the axis of size {BINS} belongs to the ledger of a quantizer state. "
-                f"{STACKING}"
-            )
-        raise
 
 
 def _handles_of(params: PyTree) -> PyTree:
