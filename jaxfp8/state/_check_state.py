@@ -13,7 +13,7 @@ from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.quantizers._base import Fault, RowState
 from jaxfp8.state._check_weights import Place, check_weights, on_host
 from jaxfp8.state._commit import scales_are_set
-from jaxfp8.state._identity import explain_fingerprint, same_fingerprint, state_shapes, tag_fits
+from jaxfp8.state._identity import explain_fingerprint, state_shapes, tag_fits
 from jaxfp8.state._init import fingerprints, same_rows, unset_state
 from jaxfp8.state._saved import Path, listed, names_of
 from jaxfp8.state._state import LEAVES, MatmulState, is_state
@@ -228,9 +228,7 @@ def _faults(part: Any, arrays: dict[str, Any], expected: MatmulState) -> Iterato
     host = {name: on_host(leaf) for name, leaf in arrays.items()}
     want = fingerprints(expected.rows, expected.scale.shape)
     found = host["fingerprint"]
-    foreign = ~(
-        same_fingerprint(found, want) & tag_fits(found, want, host["scale"], host["amax_history"])
-    )
+    foreign = ~tag_fits(dataclasses.replace(expected, **host))
     whats = np.full(foreign.shape, "", object)
     for at in map(tuple, np.argwhere(foreign)):
         whats[at] = (

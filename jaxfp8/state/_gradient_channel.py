@@ -28,8 +28,7 @@ import numpy as np
 from jaxfp8._typing import Array, FP8StateError, PyTree
 from jaxfp8.sharding._amax import check_axes, types_show_varying
 from jaxfp8.state._commit import commit_one
-from jaxfp8.state._identity import check_at_use, known_scales, rows_fit, tag_fits, tag_state
-from jaxfp8.state._init import fingerprints
+from jaxfp8.state._identity import check_at_use, is_known, known_scales, tag_fits, tag_state
 from jaxfp8.state._ledger import (
     check_named,
     decode,
@@ -183,10 +182,9 @@ def _broken(state: MatmulState) -> Array:
 
     A row of zeros is unset. JAX gives it for a layer that the loss does not use.
     """
-    want = fingerprints(state.rows, state.fingerprint.shape)
-    passes = rows_fit(state) & tag_fits(state.fingerprint, want, state.scale, state.amax_history)
+    known = is_known(state) & tag_fits(state)
     zero = (state.fingerprint == 0) & (state.scale == 0) & jnp.all(state.amax_history == 0, axis=-1)
-    return jnp.any(~(passes | zero), axis=-1, keepdims=True)
+    return jnp.any(~(known | zero), axis=-1, keepdims=True)
 
 
 def _forward_rule(use: Use, named: Named, state: MatmulState) -> tuple[Any, MatmulState]:

@@ -63,12 +63,13 @@ def tag_state(state: MatmulState) -> MatmulState:
     return dataclasses.replace(state, fingerprint=exact + tag * np.float32(_UNIT))
 
 
-def tag_fits(fingerprint: Any, want: np.ndarray, scale: Any, history: Any) -> Any:
-    """Whether rows have the tag of their arrays, or none.
+def tag_fits(state: MatmulState) -> Any:
+    """bool[..., R], whether rows have their fingerprint, with the tag of their arrays or without.
 
-    `want` are the checksums. All arrays are NumPy's, or all are JAX's.
+    All arrays are NumPy's, or all are JAX's.
     """
-    found, bits = fingerprint - want, _amax_bits(scale, history)
+    found = state.fingerprint - fingerprints(state.rows, state.fingerprint.shape)
+    bits = _amax_bits(state.scale, state.amax_history)
     # A mean over devices of equal states rounds their amaxes too, and may bring one to the next
     # bucket of `_tag`. 16 is more than that error.
     tags = 0, _tag(bits - np.uint32(16)), _tag(bits + np.uint32(16))
@@ -189,26 +190,26 @@ def unset_foreign_rows(state: MatmulState) -> MatmulState:
     """
     want = fingerprints(state.rows, state.fingerprint.shape)
     if _readable(state.fingerprint) and _readable(state.scale):
-        leaves = {name: np.asarray(getattr(state, name)) for name in LEAVES}
-        passes = _passes(leaves["fingerprint"], want, leaves["scale"]) & tag_fits(
-            leaves["fingerprint"], want, leaves["scale"], leaves["amax_history"]
+        host = dataclasses.replace(
+            state, **{name: np.asarray(getattr(state, name)) for name in LEAVES}
         )
-        if passes.all() and not (leaves["fingerprint"] - want).any():
+        known = is_known(host) & tag_fits(host)
+        if known.all() and not (host.fingerprint - want).any():
             return state
-        if not passes.all() and any(leaf.any() for leaf in leaves.values()):
-            _refuse(state, leaves, want, np.argwhere(~passes)[0])
-    passes = _passes(state.fingerprint, want, state.scale)
+        if not known.all() and any(getattr(host, name).any() for name in LEAVES):
+            _refuse(host, want, np.argwhere(~known)[0])
+    known = is_known(state)
     scale, history, nonfinite_steps = unset_leaves(state.rows, state.scale.shape)
     return dataclasses.replace(
         state,
-        scale=jnp.where(passes, state.scale, scale),
-        amax_history=jnp.where(passes[..., None], state.amax_history, history),
-        nonfinite_steps=jnp.where(passes, state.nonfinite_steps, nonfinite_steps),
+        scale=jnp.where(known, state.scale, scale),
+        amax_history=jnp.where(known[..., None], state.amax_history, history),
+        nonfinite_steps=jnp.where(known, state.nonfinite_steps, nonfinite_steps),
         # Each mean over devices adds a rounding error to a fingerprint, and the errors of many
         # steps would exceed `_ROUNDING`. A tag is not that of the next state. So the exact
         # fingerprint is written, without a tag. The select keeps the mesh axes that the state
         # varies over, and XLA removes it.
-        fingerprint=jnp.where(passes, want, want),
+        fingerprint=jnp.where(known, want, want),
     )
 
 
@@ -219,8 +220,7 @@ def known_scales(state: MatmulState) -> Array:
     The multiplier is 0 for a row that is unset, and NaN if the state is settled. A row that does
     not pass `unset_foreign_rows` counts as unset.
     """
-    want = fingerprints(state.rows, state.fingerprint.shape)
-    is_set = _passes(state.fingerprint, want, state.scale) & (state.scale > 0)
+    is_set = is_known(state) & (state.scale > 0)
     multipliers = stored_multiplier(state.scale, is_set, state.settled)
     # Rows are the last axis, as in all arrays of a state: see `check_layout`.
     return jnp.stack([multipliers, state.scale], axis=-2)
@@ -235,25 +235,20 @@ def check_at_use(state: MatmulState) -> MatmulState:
     return state if isinstance(state.fingerprint, jax.core.Tracer) else unset_foreign_rows(state)
 
 
-def rows_fit(state: MatmulState) -> Array:
-    """bool[..., R], which rows pass `unset_foreign_rows`, without their tags."""
-    want = fingerprints(state.rows, state.fingerprint.shape)
-    return jnp.asarray(_passes(state.fingerprint, want, state.scale))
+def is_known(state: MatmulState) -> Any:
+    """bool[..., R], whether rows have the fingerprint of their tensor and quantizer, without a look
+    at tags, and a scale in range.
+    """
+    same = same_fingerprint(state.fingerprint, fingerprints(state.rows, state.fingerprint.shape))
+    return same & (state.scale >= 0) & (state.scale <= 1 / TINY)  # False for NaN
 
 
-def _passes(fingerprint: Any, want: np.ndarray, scale: Any) -> Any:
-    """Whether rows have the fingerprint of their tensor and quantizer, and a scale in range."""
-    return same_fingerprint(fingerprint, want) & (scale >= 0) & (scale <= 1 / TINY)  # False for NaN
-
-
-def _refuse(
-    state: MatmulState, leaves: dict[str, np.ndarray], want: np.ndarray, index: np.ndarray
-) -> NoReturn:
+def _refuse(state: MatmulState, want: np.ndarray, index: np.ndarray) -> NoReturn:
     row, at = state.rows[index[-1]], tuple(index)
-    arithmetic = explain_fingerprint(leaves["fingerprint"][at], want[at])
+    arithmetic = explain_fingerprint(state.fingerprint[at], want[at])
     raise FP8StateError(
-        f"row {index.tolist()} of a state has fingerprint {leaves['fingerprint'][at]} and scale "
-        f"{leaves['scale'][at]}, which {row.tensor} by {row.quantizer} cannot have. "
+        f"row {index.tolist()} of a state has fingerprint {state.fingerprint[at]} and scale "
+        f"{state.scale[at]}, which {row.tensor} by {row.quantizer} cannot have. "
         + (
             arithmetic
             or "The state was saved with another recipe, or an optimizer or an average (EMA) "

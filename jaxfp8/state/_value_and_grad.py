@@ -83,61 +83,53 @@ stacks repeat the operations of a commit. The program of 24 states compiled fast
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stacks:
-    """Which states of a list are computed on together: their places, by groups."""
+def _groups(states: Sequence[MatmulState]) -> list[list[int]]:
+    """Which states are computed on together: their places, at most `_MOST_STACKED` in a group.
 
-    groups: tuple[tuple[int, ...], ...]
+    Only traced states of single matmuls are in a group with others. In eager code nothing is
+    compiled, and messages name single states. States that are stacked already may be split over
+    devices, and two of them in different ways.
+    """
+    alike: dict[Any, list[int]] = {}
+    for i, state in enumerate(states):
+        leaves, structure = jax.tree.flatten(state)
+        traced = all(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        together = traced and state.scale.ndim == 1
+        alike.setdefault((structure, *map(jax.typeof, leaves)) if together else i, []).append(i)
+    return [
+        places[start : start + _MOST_STACKED]
+        for places in alike.values()
+        for start in range(0, len(places), _MOST_STACKED)
+    ]
 
-    @classmethod
-    def of(cls, states: Sequence[MatmulState]) -> "_Stacks":
-        """The groups of some states, of at most `_MOST_STACKED` each.
 
-        Only traced states of single matmuls are in a group with others. In eager code nothing is
-        compiled, and messages name single states. States that are stacked already may be split
-        over devices, and two of them in different ways.
-        """
-        groups: dict[Any, list[int]] = {}
-        for i, state in enumerate(states):
-            leaves, structure = jax.tree.flatten(state)
-            alone = state.scale.ndim > 1 or not all(
-                isinstance(leaf, jax.core.Tracer) for leaf in leaves
-            )
-            key = i if alone else (structure, *map(jax.typeof, leaves))
-            groups.setdefault(key, []).append(i)
-        return cls(
-            tuple(
-                tuple(places[start : start + _MOST_STACKED])
-                for places in groups.values()
-                for start in range(0, len(places), _MOST_STACKED)
-            )
-        )
+def _by_groups(
+    groups: list[list[int]], function: Callable[..., T], *lists: Sequence[PyTree]
+) -> list[T]:
+    """`[function(*each) for each in zip(*lists)]`, with one call for each group.
 
-    def apply(self, function: Callable[..., T], *lists: Sequence[PyTree]) -> list[T]:
-        """`[function(*each) for each in zip(*lists)]`, with one call for each group.
+    The arrays of a group with several states get a leading axis.
+    """
+    results: dict[int, T] = {}
 
-        The arrays of a group with several states get a leading axis.
-        """
-        results: dict[int, T] = {}
+    # Equal stacks are traced and lowered once for each call of `_by_groups`. `together` is defined
+    # anew in each call. A user's quantizer may read a global, and a cache that calls share would
+    # keep its old value.
+    @jax.jit
+    @functools.wraps(function)
+    def together(*stacked: PyTree) -> T:
+        return function(*stacked)
 
-        # Equal stacks are traced and lowered once for each call of `apply`. `together` is defined
-        # anew in each call. A user's quantizer may read a global, and a cache that calls share
-        # would keep its old value.
-        @jax.jit
-        @functools.wraps(function)
-        def together(*stacked: PyTree) -> T:
-            return function(*stacked)
-
-        for group in self.groups:
-            members = [[each[i] for i in group] for each in lists]
-            if len(group) == 1:
-                results[group[0]] = function(*(each[0] for each in members))
-                continue
-            stacked = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in members)
-            result = together(*stacked)
-            for place, i in enumerate(group):
-                results[i] = jax.tree.map(lambda leaf, place=place: leaf[place], result)
-        return [results[i] for i in range(len(results))]
+    for group in groups:
+        members = [[each[i] for i in group] for each in lists]
+        if len(group) == 1:
+            results[group[0]] = function(*(each[0] for each in members))
+            continue
+        stacked = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in members)
+        result = together(*stacked)
+        for place, i in enumerate(group):
+            results[i] = jax.tree.map(lambda leaf, place=place: leaf[place], result)
+    return [results[i] for i in range(len(results))]
 
 
 # The gradient by parameters, handles of weights and probes.
@@ -222,11 +214,11 @@ def value_and_grad(
         value, (grads, cotangents) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(
             _handles_of(params), ledgers
         )
-        stacks = _Stacks.of(states)
-        amaxes = stacks.apply(decode, structure.flatten_up_to(cotangents))
+        groups = _groups(states)
+        amaxes = _by_groups(groups, decode, structure.flatten_up_to(cotangents))
         amaxes = reduce_over_mesh(amaxes, states, named)
         seen = [SeenAmax(amax, s.rows) for amax, s in zip(amaxes, states, strict=True)]
-        new = stacks.apply(commit_one, states, seen) if commit else seen
+        new = _by_groups(groups, commit_one, states, seen) if commit else seen
         return value, grads, structure.unflatten(new)
 
     return wrapped
