@@ -121,7 +121,7 @@ def check_state(
     if params is not None:
         check_weights(places, params)
     structure = jax.tree.structure(like, is_leaf=is_state)
-    return structure.unflatten(place.state for place in places)
+    return jax.tree.unflatten(structure, [place.state for place in places])
 
 
 def _check_readable(name: str, leaf: Any) -> None:
@@ -225,7 +225,7 @@ def _faults(part: Any, arrays: dict[str, Any], expected: MatmulState) -> Iterato
     if isinstance(part, MatmulState) and not same_rows(part.rows, expected.rows):
         yield Fault("rows", everywhere, f"its rows are {part.rows}, of another recipe")
         return
-    host = {name: on_host(leaf) for name, leaf in arrays.items()}
+    host: dict[str, Any] = {name: on_host(leaf) for name, leaf in arrays.items()}
     want = fingerprints(expected.rows, expected.scale.shape)
     found = host["fingerprint"]
     foreign = ~tag_fits(dataclasses.replace(expected, **host))

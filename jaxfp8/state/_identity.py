@@ -98,14 +98,14 @@ def explain_fingerprint(found: float, want: float) -> str:
 
 
 def _amax_bits(scale: Any, history: Any) -> Any:
-    """The bits uint32[..., R] of a number that differs where the arrays of two states differ.
+    """A number uint32[..., R] that differs where the arrays of two states differ.
 
     Without a history the scale is all that a row has of its newest amax.
     """
-    newest = history[..., -1] + scale
-    if isinstance(newest, np.ndarray):
-        return newest.view(np.uint32)
-    return lax.bitcast_convert_type(newest, jnp.uint32)
+    if isinstance(scale, np.ndarray) and isinstance(history, np.ndarray):
+        return history[..., -1].view(np.uint32) + scale.view(np.uint32)
+    newest, scale = (lax.bitcast_convert_type(x, jnp.uint32) for x in (history[..., -1], scale))
+    return newest + scale
 
 
 def _tag(bits: Any) -> Any:
@@ -114,8 +114,10 @@ def _tag(bits: Any) -> Any:
     It is computed in whole numbers, so every device and every program gets the same tags.
     """
     bucket = bits >> np.uint32(8)
-    # With a product alone, the tag of a mean would often be the mean of the tags.
-    mixed = (bucket ^ (bucket >> np.uint32(7))) * bucket * np.uint32(2_654_435_769)
+    factor = np.uint32(2_654_435_769)  # 2^32 divided by the golden ratio
+    mixed = bucket * factor
+    # With one product, the tag of a mean would often be the mean of the tags.
+    mixed = (mixed ^ (mixed >> np.uint32(15))) * factor
     return (mixed >> np.uint32(29)).astype(np.float32) * np.float32(7) + np.float32(8)
 
 
@@ -190,9 +192,8 @@ def unset_foreign_rows(state: MatmulState) -> MatmulState:
     """
     want = fingerprints(state.rows, state.fingerprint.shape)
     if _readable(state.fingerprint) and _readable(state.scale):
-        host = dataclasses.replace(
-            state, **{name: np.asarray(getattr(state, name)) for name in LEAVES}
-        )
+        leaves: Any = {name: np.asarray(getattr(state, name)) for name in LEAVES}
+        host = dataclasses.replace(state, **leaves)
         known = is_known(host) & tag_fits(host)
         if known.all() and not (host.fingerprint - want).any():
             return state
@@ -245,7 +246,7 @@ def is_known(state: MatmulState) -> Any:
 
 def _refuse(state: MatmulState, want: np.ndarray, index: np.ndarray) -> NoReturn:
     row, at = state.rows[index[-1]], tuple(index)
-    arithmetic = explain_fingerprint(state.fingerprint[at], want[at])
+    arithmetic = explain_fingerprint(float(state.fingerprint[at]), float(want[at]))
     raise FP8StateError(
         f"row {index.tolist()} of a state has fingerprint {state.fingerprint[at]} and scale "
         f"{state.scale[at]}, which {row.tensor} by {row.quantizer} cannot have. "

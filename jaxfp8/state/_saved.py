@@ -71,7 +71,8 @@ def saved_leaves(
         return name
 
     for keys, node in jax.tree_util.tree_leaves_with_path(saved, is_leaf=_is_end):
-        inner, old, new = read(node), names_of(keys), ()
+        inner, old = read(node), names_of(keys)
+        new: Path = ()
         if is_state(inner) or _is_state_of_file(node):
             raise FP8StateError(
                 f"{called} holds quantizer state at {'/'.join(old)}, but a checkpoint without it "
