@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from jaxfp8._typing import Array, FP8StateError, PyTree
+from jaxfp8._typing import Array, PyTree
 from jaxfp8.optim._released import is_float, is_sealed
 from jaxfp8.sharding._amax import vary_as, varying_axes_of_type
 from jaxfp8.state._gradient_channel import Use
@@ -103,14 +103,12 @@ def _check_use(use: Use, perturbed: list[bool]) -> None:
             "a loss is differentiated with respect to a part of a Released. Its gradient is the "
             "next Released, so differentiate with respect to all of it, or to nothing of it."
         )
-    try:
-        use.differentiate()
-    except FP8StateError:
+    if use.is_second():
         raise ValueError(
             "a Released is used by two scans of one loss. JAX would add the next parameters of "
             "both. Use tied layers without release: jax.lax.scan and one update after the backward "
             "pass. For a use that is not trained, pass jax.lax.stop_gradient(layers)."
-        ) from None
+        )
 
 
 def _unless_broken(carry: list[Array], seal: Array) -> list[Array]:

@@ -5,7 +5,7 @@ axlearn keeps quantizer state in parameters. Its learner overwrites them with th
 """
 
 import functools
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 
@@ -17,14 +17,6 @@ from jaxfp8.recipes._recipe import Recipe
 
 UPDATE_RULES = (f".*/{PREFIX}.*",)
 """`rules` of axlearn's `OverrideInplaceUpdateTransformation`, for recipes with state."""
-
-
-class QuantizedEinsum(Protocol):
-    """The interface of axlearn's `BaseQuantizedEinsum`."""
-
-    def einsum_maybe_quantized(
-        self, subscripts: str, *, activation: Array, kernel: Array
-    ) -> Array: ...
 
 
 def quantized_einsum_config(recipe: Recipe, **options: Unpack[LayerOptions]) -> Any:

@@ -14,7 +14,7 @@ from jaxfp8.ops._dot_general import dot
 from jaxfp8.plugs._policy import Policy, import_guest
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._init import init_state
-from jaxfp8.state._state import MatmulState
+from jaxfp8.state._state import is_state
 from jaxfp8.state._value_and_grad import value_and_grad as value_and_grad_of_trees
 
 M = TypeVar("M")
@@ -95,9 +95,9 @@ def params(model: M) -> M:
     """
     inexact = import_guest("equinox", "equinox").is_inexact_array
     return jax.tree.map(
-        lambda node: node if not _is_state(node) and inexact(node) else None,
+        lambda node: node if not is_state(node) and inexact(node) else None,
         model,
-        is_leaf=_is_state,
+        is_leaf=is_state,
     )
 
 
@@ -133,25 +133,21 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def wrapped(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        states, rest = eqx.partition(model, _is_state, is_leaf=_is_state)
+        states, rest = eqx.partition(model, is_state, is_leaf=is_state)
         inexact, fixed = eqx.partition(rest, eqx.is_inexact_array)
-        nodes, flat = jax.tree.flatten(states, is_leaf=_is_state)
+        nodes, flat = jax.tree.flatten(states, is_leaf=is_state)
         structure: Any = flat
 
         def loss(inexact: PyTree, nodes: Any) -> Any:
-            whole = eqx.combine(inexact, fixed, structure.unflatten(nodes), is_leaf=_is_state)
+            whole = eqx.combine(inexact, fixed, structure.unflatten(nodes), is_leaf=is_state)
             return loss_fn(whole, *args, **kwargs)
 
         value, grads, new = value_and_grad_of_trees(loss, has_aux=has_aux, **options)(
             inexact, nodes
         )
-        return value, grads, eqx.combine(structure.unflatten(new), rest, is_leaf=_is_state)
+        return value, grads, eqx.combine(structure.unflatten(new), rest, is_leaf=is_state)
 
     return wrapped
-
-
-def _is_state(node: object) -> bool:
-    return isinstance(node, MatmulState)
 
 
 @functools.cache
@@ -192,17 +188,13 @@ def _layer() -> type:
 # examples.
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _per_example_dot(policy: Policy, x: Array, w: Array, state: PyTree) -> Array:
     """The FP8 matmul of x [..., K] and w [K, N], which `jax.vmap` maps as one matmul.
 
     All examples share w. If it is mapped, there is one matmul for each of its slices.
     UncollectedStateError in the backward pass, if the state is not collected.
     """
-    return _dot(policy, x, w, state)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(policy: Policy, x: Array, w: Array, state: PyTree) -> Array:
     return _forward(policy)(x, w, state)
 
 
@@ -215,7 +207,7 @@ def _backward_rule(policy: Policy, residuals: Any, g: Array) -> Any:
     return _backward(policy)(*residuals, g)
 
 
-_dot.defvjp(_forward_rule, _backward_rule)
+_per_example_dot.defvjp(_forward_rule, _backward_rule)
 
 
 def _matmul(policy: Policy, x: Array, w: Array, state: PyTree) -> Array:

@@ -11,7 +11,7 @@ import contextvars
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, Protocol, Unpack
+from typing import Any, NoReturn, Unpack
 
 import flax.linen as nn
 import jax
@@ -33,15 +33,8 @@ _entered: contextvars.ContextVar[tuple[tuple[Policy, str], ...]] = contextvars.C
 )
 # The same, as a part of the keys of jax.jit's cache, which nn.jit uses.
 _key: Any = jax.make_user_context(None)
-
-
-class GemmaEinsum(Protocol):
-    """The fields of gemma's `_layers.Einsum` that a replacement reads."""
-
-    shape: tuple[int, ...]
-    weight_name: str
-    initializer: Any
-    dtype: Any
+# What has exchanged a layer. Later a program from that cache may call the layer, unseen.
+_matched: set[tuple[Policy, str]] = set()
 
 
 @contextlib.contextmanager
@@ -64,7 +57,8 @@ def interceptor(
 
     Raises:
       TypeError: if `recipe` is not a Recipe, if `paths` is no string, or if an option is unknown.
-      ValueError: if the recipe needs keys.
+      ValueError: if the recipe needs keys. When the context ends, also if layers ran in it and
+        `paths` matches none of them.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -79,6 +73,7 @@ def interceptor(
     if not isinstance(paths, str):
         raise TypeError(f"paths={paths!r} must be a regular expression, for instance 'layer_.*'.")
     known: dict[int, tuple[nn.Module, nn.Module]] = {}
+    missed: list[str] = []
 
     def intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module
@@ -86,7 +81,14 @@ def interceptor(
             return next_fun(*args, **kwargs)
         if id(module) not in known:
             # The pair keeps the module alive. Otherwise another module could get its id.
-            known[id(module)] = module, _replacement(module, policy, paths)
+            path = "/".join(module.path) if _is_layer(module) else None
+            new = module
+            if path is not None and re.fullmatch(paths, path):
+                new = _replacement(module, policy)
+                _matched.add((policy, paths))
+            elif path is not None:
+                missed.append(path)
+            known[id(module)] = module, new
         new = known[id(module)][1]
         return next_fun(*args, **kwargs) if new is module else new(*args, **kwargs)
 
@@ -97,6 +99,11 @@ def interceptor(
             yield
     finally:
         _entered.reset(token)
+    if missed and (policy, paths) not in _matched:
+        raise ValueError(
+            f"paths={paths!r} matches no layer that ran in this context. Its layers are "
+            f"{sorted(set(missed))}."
+        )
 
 
 def replace_module_fn(*_: Any, **__: Any) -> NoReturn:
@@ -118,10 +125,13 @@ def replace_module_fn(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def _replacement(module: nn.Module, policy: Policy, paths: str) -> nn.Module:
-    """The module to call in the place of this one. It may be the same."""
-    if module.scope is None or not re.fullmatch(paths, "/".join(module.path)):
-        return module
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module is a layer that has a replacement, and is being called."""
+    return module.scope is not None and (type(module) in LAYERS or is_gemma_einsum(module))
+
+
+def _replacement(module: nn.Module, policy: Policy) -> nn.Module:
+    """The module to call in the place of this one."""
     if layer := LAYERS.get(type(module)):
         kept = {
             field.name: getattr(module, field.name)
@@ -130,10 +140,8 @@ def _replacement(module: nn.Module, policy: Policy, paths: str) -> nn.Module:
         }
         made: nn.Module = layer(**kept, recipe=policy.recipe, **policy.options, parent=module.scope)
         return made
-    if is_gemma_einsum(module):
-        scope: Any = module.scope  # flax's annotation leaves scopes out
-        return FP8GemmaEinsum(wrapped=module, policy=policy, parent=scope)
-    return module
+    scope: Any = module.scope  # flax's annotation leaves scopes out
+    return FP8GemmaEinsum(wrapped=module, policy=policy, parent=scope)
 
 
 def is_gemma_einsum(module: nn.Module) -> bool:
@@ -169,7 +177,7 @@ class FP8GemmaEinsum(nn.Module):
     @nn.compact
     def __call__(self, eqn: str, x: Array) -> Array:
         """Compute `einsum(eqn, x, w)` in FP8."""
-        of: GemmaEinsum = self.wrapped
+        of = self.wrapped
         w = self.param(of.weight_name, of.initializer, of.shape, of.dtype)
         if isinstance(w, dict):  # flax returns the dict of a shared scope
             w = w["w"]

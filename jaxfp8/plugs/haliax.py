@@ -7,8 +7,8 @@ model, so it is differentiated with it. haliax's `partition_for_grad_overwrite` 
 
 import dataclasses
 import functools
-import inspect
 import re
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, Unpack
 
@@ -24,10 +24,10 @@ from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._ragged_dot import ragged_dot
 from jaxfp8.plan._roofline import check_groups
 from jaxfp8.plugs._policy import Policy, import_guest
-from jaxfp8.recipes._recipe import Recipe, Row
-from jaxfp8.state._gradient_channel import Use
+from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.state._gradient_channel import Use, check_one_use
 from jaxfp8.state._init import init_state, unset_state
-from jaxfp8.state._state import LEAVES, MatmulState
+from jaxfp8.state._state import MatmulState
 
 T = TypeVar("T")
 
@@ -193,7 +193,8 @@ def _held(state: Any, policy: Policy) -> Any:
     levanter casts the whole model to its compute dtype, so the state is kept as bytes.
     `fp8.value_and_grad` collects only a `MatmulState`.
     """
-    return _to_bytes(state) if policy.options["state_channel"] == "gradient" else state
+    in_bytes = isinstance(state, MatmulState) and policy.options["state_channel"] == "gradient"
+    return _StateBytes(_split(state)) if in_bytes else state
 
 
 def _check_one_backward_pass(policy: Policy) -> None:
@@ -204,16 +205,14 @@ def _check_one_backward_pass(policy: Policy) -> None:
     """
     if not (policy.recipe.rows and policy.options["state_channel"] == "gradient"):
         return
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "levanter.grad_accum":
-            raise FP8StateError(
-                f"levanter splits the batch into microbatches, but recipe {policy.recipe.name!r} "
-                "has quantizer state, and levanter would divide the state of the last microbatch "
-                "by their number. Set per_device_parallelism to -1 in TrainerConfig, or take a "
-                "recipe without state, such as fp8.recipes.current()."
-            )
-        frame = frame.f_back
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    if any(frame.f_globals.get("__name__") == "levanter.grad_accum" for frame in frames):
+        raise FP8StateError(
+            f"levanter splits the batch into microbatches, but recipe {policy.recipe.name!r} "
+            "has quantizer state, and levanter would divide the state of the last microbatch "
+            "by their number. Set per_device_parallelism to -1 in TrainerConfig, or take a "
+            "recipe without state, such as fp8.recipes.current()."
+        )
 
 
 @functools.cache
@@ -295,32 +294,26 @@ def _ragged_operation() -> type:
 _ROUNDING = 2.0**-10
 """Above the error of a mean over devices of equal bytes, in float32."""
 
-_Leaves = dict[str, Array]
 
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["rows"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class _StateBytes:
     """The state of one matmul, whose arrays survive a cast.
 
     Attributes:
-      leaves: the bytes of each array of the state, [..., 4] of any floating dtype, by its name.
-      rows: the tensor and the quantizer of each row (static).
+      leaves: the state, with the bytes of its arrays, [..., 4] of any floating dtype.
     """
 
-    leaves: _Leaves
-    rows: tuple[Row, ...]
+    leaves: MatmulState
 
 
-def _to_bytes(state: Any) -> Any:
-    """The bytes of a state; () for recipes without state."""
-    if not isinstance(state, MatmulState):
-        return state
-    return _StateBytes(_split(state), state.rows)
+def _split(state: MatmulState) -> MatmulState:
+    """The four bytes of each value, as f32[..., 4]."""
+    return jax.tree.map(lambda x: lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.float32), state)
 
 
 def _from_bytes(held: Any) -> Any:
-    """The state of what `_to_bytes` returned, after any cast. Anything else is returned unchanged.
+    """The state of a `_StateBytes`, after any cast. Anything else is returned unchanged.
 
     It is unset if `held` is an average of several states. If the cotangent of the state is the next
     state, the cotangent of `held` has its bytes. FP8StateError while a gradient is traced, if the
@@ -329,38 +322,29 @@ def _from_bytes(held: Any) -> Any:
     if not isinstance(held, _StateBytes):
         return held
     # `dot_general` sees another array in each call, so it cannot find a second use of the state.
-    use = Use.of(held.leaves["scale"])
-    return _joined(use, held.rows, {n: x.astype(jnp.float32) for n, x in held.leaves.items()})
+    use = Use.of(held.leaves.scale)
+    return _joined(use, jax.tree.map(lambda x: x.astype(jnp.float32), held.leaves))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _joined(use: Use, rows: tuple[Row, ...], leaves: _Leaves) -> MatmulState:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _joined(use: Use, leaves: MatmulState) -> MatmulState:
     del use
     # A state of zeros is unset.
-    whole = jnp.all(jnp.stack([_is_whole(leaf) for leaf in leaves.values()]))
-    arrays: Any = {n: jnp.where(whole, _float(x), np.float32(0)) for n, x in leaves.items()}
-    return MatmulState(**arrays, probe=None, rows=rows)
+    whole = jnp.all(jnp.stack([_is_whole(leaf) for leaf in jax.tree.leaves(leaves)]))
+    return jax.tree.map(lambda x: jnp.where(whole, _float(x), np.float32(0)), leaves)
 
 
-def _forward_rule(use: Use, rows: tuple[Row, ...], leaves: _Leaves) -> tuple[MatmulState, None]:
-    use.differentiate()
-    return _joined(use, rows, leaves), None
+def _forward_rule(use: Use, leaves: MatmulState) -> tuple[MatmulState, None]:
+    check_one_use(use)
+    return _joined(use, leaves), None
 
 
-def _backward_rule(use: Use, rows: tuple[Row, ...], _: None, new: MatmulState) -> tuple[_Leaves]:
-    del use, rows
+def _backward_rule(use: Use, _: None, new: MatmulState) -> tuple[MatmulState]:
+    del use
     return (_split(new),)
 
 
 _joined.defvjp(_forward_rule, _backward_rule)
-
-
-def _split(state: MatmulState) -> _Leaves:
-    """The four bytes of each value, as f32[..., 4]."""
-    return {
-        name: lax.bitcast_convert_type(getattr(state, name), jnp.uint8).astype(jnp.float32)
-        for name in LEAVES
-    }
 
 
 def _is_whole(leaf: Array) -> Array:

@@ -16,7 +16,8 @@ from jaxfp8.linen._dot_general import FP8DotGeneral, FP8EinsumOp
 from jaxfp8.matmul._options import LayerOptions
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.plan._kernels import Kernels
-from jaxfp8.recipes._presets import PRESETS, check_recipe, get
+from jaxfp8.plugs._policy import Policy
+from jaxfp8.recipes._presets import PRESETS, get
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._shard import Shard
 
@@ -46,6 +47,10 @@ class FP8Quantization:
         sharded data parallelism splits are gathered in FP8. None: XLA gathers them in their dtype.
       quant_mode: what MaxText compares with its modes of serving.
 
+    Raises:
+      TypeError: if `recipe` is no Recipe, or `kernels` are no Kernels.
+      ValueError: if the recipe needs keys.
+
     Example:
       >>> import jaxfp8 as fp8
       >>> quant = FP8Quantization(recipe=fp8.recipes.blockwise())
@@ -59,13 +64,7 @@ class FP8Quantization:
     quant_mode: str = "train"
 
     def __post_init__(self) -> None:
-        check_recipe(self.recipe)
-        if self.recipe.needs_key:
-            raise ValueError(
-                f"recipe {self.recipe.name!r} rounds stochastically, which needs a key at each "
-                "step. MaxText gives its layers no keys for quantization. Use "
-                "gradient_rounding='nearest'."
-            )
+        Policy.of("MaxText", self.recipe, LayerOptions(kernels=self.kernels))  # raises errors
 
     def dot_general_cls(self, mesh_axes: KernelAxes = ()) -> Callable[..., FP8DotGeneral]:
         """The maker of the module that multiplies in a dense layer.
@@ -75,9 +74,6 @@ class FP8Quantization:
 
         Returns:
           A callable without required arguments. It makes an `fp8.linen.FP8DotGeneral`.
-
-        Raises:
-          TypeError: if `kernels` is no Kernels.
 
         Example:
           >>> import jaxfp8 as fp8

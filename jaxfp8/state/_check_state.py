@@ -13,12 +13,10 @@ from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.quantizers._base import Fault, RowState
 from jaxfp8.state._check_weights import Place, check_weights, on_host
 from jaxfp8.state._commit import scales_are_set
-from jaxfp8.state._identity import explain_fingerprint, same_fingerprint, state_shapes, tag_fits
+from jaxfp8.state._identity import explain_fingerprint, state_shapes, tag_fits
 from jaxfp8.state._init import fingerprints, same_rows, unset_state
-from jaxfp8.state._saved import names_of
+from jaxfp8.state._saved import Path, listed, names_of
 from jaxfp8.state._state import LEAVES, MatmulState, is_state
-
-_SHOWN = 10  # faults that a message lists
 
 
 def check_state(
@@ -99,23 +97,20 @@ def check_state(
       ...
       jaxfp8._typing.FP8StateError: the quantizer state does not fit the weights of params ...
     """
-    _check_readable(params)
-    checked, found, places = [], [], []
-    for place, expected, part in _parts_of(state, like):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        _check_readable(f"params{jax.tree_util.keystr(path)}", leaf)
+    found, places = [], []
+    for names, place, expected, part in _parts_of(state, like):
         arrays = _arrays(part, place)
         wrong = list(_faults(part, arrays, expected))
         found += [_described(place, arrays, expected, fault) for fault in wrong]
         frozen = part.frozen if isinstance(part, MatmulState) else expected.frozen
         mended = dataclasses.replace(_mended(arrays, expected, wrong), frozen=frozen)
-        places.append(place)
-        checked.append(
-            dataclasses.replace(mended, settled=expected.settled and scales_are_set(mended))
-        )
+        settled = expected.settled and scales_are_set(mended)
+        places.append(Place(place, names, dataclasses.replace(mended, settled=settled)))
     if found:
-        text = f"{len(found)} fault{'s' * (len(found) > 1)} in the quantizer state:\n" + "\n".join(
-            found[:_SHOWN]
-        )
-        text += "\n..." if len(found) > _SHOWN else ""
+        plural = "s" * (len(found) > 1)
+        text = f"{len(found)} fault{plural} in the quantizer state:\n{listed(found)}"
         if not repair:
             raise FP8StateError(
                 f"{text}\nRestore another checkpoint, or unset these rows with "
@@ -124,20 +119,18 @@ def check_state(
             )
         warnings.warn(f"{text}\nThese rows were unset (repair=True).", stacklevel=2)
     if params is not None:
-        paths = jax.tree_util.tree_leaves_with_path(like, is_leaf=is_state)
-        names = [names_of(path) for path, _ in paths]
-        check_weights(list(map(Place, places, names, checked)), params)
-    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_state), checked)
+        check_weights(places, params)
+    structure = jax.tree.structure(like, is_leaf=is_state)
+    return jax.tree.unflatten(structure, [place.state for place in places])
 
 
-def _check_readable(params: PyTree) -> None:
-    """Raise FP8StateError if arrays have no values that can be read."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
-            raise FP8StateError(
-                f"params{jax.tree_util.keystr(path)} is {leaf}, whose values cannot be read. Call "
-                "check_state on arrays, outside of jit, before the first step."
-            )
+def _check_readable(name: str, leaf: Any) -> None:
+    """Raise FP8StateError if an array has no values that can be read."""
+    if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+        raise FP8StateError(
+            f"{name} is {leaf}, whose values cannot be read. Call check_state on arrays, outside "
+            "of jit, before the first step."
+        )
 
 
 # The places of states in a restored tree.
@@ -149,9 +142,11 @@ def _check_readable(params: PyTree) -> None:
 _PLACES_SHOWN = 6
 
 
-def _parts_of(state: PyTree, like: PyTree) -> list[tuple[str, MatmulState, Any]]:
-    """For each state of `like`: its place, the state, and the node of `state` in that place."""
-    wanted: dict[tuple[str, ...], tuple[str, Any]] = {}
+def _parts_of(state: PyTree, like: PyTree) -> list[tuple[Path, str, MatmulState, Any]]:
+    """For each state of `like`: its path of names, its place in messages, the state, and the node
+    of `state` in that place.
+    """
+    wanted: dict[Path, tuple[str, Any]] = {}
     for path, node in jax.tree_util.tree_flatten_with_path(like, is_leaf=is_state)[0]:
         place = jax.tree_util.keystr(path) or "the state"
         if not is_state(node):
@@ -168,7 +163,9 @@ def _parts_of(state: PyTree, like: PyTree) -> list[tuple[str, MatmulState, Any]]
     leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_part, is_leaf_takes_path=True)
     for path, node in leaves:
         if names_of(path) in wanted:
-            found[names_of(path)] = _without_value(node)
+            # A file that is read without a target shows a Variable as one more level.
+            boxed = isinstance(node, Mapping) and set(node) == {"value"}
+            found[names_of(path)] = node["value"] if boxed else node
         else:
             others.append(jax.tree_util.keystr(path))
     missing = [place for names, (place, _) in wanted.items() if names not in found]
@@ -178,12 +175,7 @@ def _parts_of(state: PyTree, like: PyTree) -> list[tuple[str, MatmulState, Any]]
             f"{others[:_PLACES_SHOWN]} besides ({len(missing)} and {len(others)} in all). Restore "
             "it into the tree of like, or make like from the model that was saved."
         )
-    return [(place, node, found[names]) for names, (place, node) in wanted.items()]
-
-
-def _without_value(node: Any) -> Any:
-    """The value of a Variable, from a file that was read without a target; else the node itself."""
-    return node["value"] if isinstance(node, Mapping) and set(node) == {"value"} else node
+    return [(names, *each, found[names]) for names, each in wanted.items()]
 
 
 # The arrays of one state, their faults, and the state without its bad rows.
@@ -207,11 +199,7 @@ def _arrays(part: Any, place: str) -> dict[str, Any]:
             "Leave the others out."
         )
     for name, leaf in arrays.items():
-        if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
-            raise FP8StateError(
-                f"{place}.{name} is {leaf}, whose values cannot be read. Call check_state on "
-                "arrays, outside of jit, before the first step."
-            )
+        _check_readable(f"{place}.{name}", leaf)
     return {
         name: leaf if hasattr(leaf, "dtype") else np.asarray(leaf, np.float32)
         for name, leaf in arrays.items()
@@ -237,12 +225,10 @@ def _faults(part: Any, arrays: dict[str, Any], expected: MatmulState) -> Iterato
     if isinstance(part, MatmulState) and not same_rows(part.rows, expected.rows):
         yield Fault("rows", everywhere, f"its rows are {part.rows}, of another recipe")
         return
-    host = {name: on_host(leaf) for name, leaf in arrays.items()}
+    host: dict[str, Any] = {name: on_host(leaf) for name, leaf in arrays.items()}
     want = fingerprints(expected.rows, expected.scale.shape)
     found = host["fingerprint"]
-    foreign = ~(
-        same_fingerprint(found, want) & tag_fits(found, want, host["scale"], host["amax_history"])
-    )
+    foreign = ~tag_fits(dataclasses.replace(expected, **host))
     whats = np.full(foreign.shape, "", object)
     for at in map(tuple, np.argwhere(foreign)):
         whats[at] = (
@@ -260,12 +246,8 @@ def _faults(part: Any, arrays: dict[str, Any], expected: MatmulState) -> Iterato
             # A row with a wrong fingerprint is already listed. This quantizer did not write it, so
             # its values may follow other rules.
             rows = (fault.rows[..., None] & here) & ~foreign
-            yield from _any(fault._replace(rows=rows))
-
-
-def _any(fault: Fault) -> Iterator[Fault]:
-    if fault.rows.any():
-        yield fault
+            if rows.any():
+                yield fault._replace(rows=rows)
 
 
 def _described(place: str, arrays: dict[str, Any], expected: MatmulState, fault: Fault) -> str:

@@ -20,7 +20,7 @@ from jaxfp8._typing import Array, FP8StateError, PyTree
 from jaxfp8.numerics._amax import magnitude
 from jaxfp8.numerics._exact import TINY
 from jaxfp8.recipes._recipe import Row
-from jaxfp8.state._saved import names_of
+from jaxfp8.state._saved import listed, names_of
 from jaxfp8.state._state import MatmulState, is_state
 from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
 
@@ -54,8 +54,6 @@ FP8 keeps the relative precision of normal values. So a weight may be far too sm
 limit is 3584 times. One of normal numbers has a relative error of 0.026 in E4M3, 0.031 if it is
 2^12 times too small, and 0.05 at 2^13 times. Weights do not fall so far within one history.
 """
-_SHOWN = 10  # lines of a message
-
 Path = tuple[str, ...]
 
 
@@ -85,7 +83,7 @@ def check_weights(places: Sequence[Place], params: PyTree) -> None:
     if lines:
         raise FP8StateError(
             f"the quantizer state does not fit the weights of params ({len(lines)} "
-            f"scale{'s' * (len(lines) > 1)}):\n{_listed(lines)}\nRestore params and state of one "
+            f"scale{'s' * (len(lines) > 1)}):\n{listed(lines)}\nRestore params and state of one "
             "step of one run. With other weights start from a fresh state, such as like: the next "
             "step takes current amaxes. repair=True does not mend it, because the rows of x and g "
             "belong to the other weights, too. If a matmul does not multiply by the parameter "
@@ -166,7 +164,7 @@ def _weights_of(places: Sequence[Place], params: PyTree) -> list[tuple[Place, st
             explicit = f"{{{part!r}: {explicit}}}"
         raise FP8StateError(
             f"params does not show the weight of {len(lines)} of {len(places)} states:\n"
-            f"{_listed(lines)}\nPass the parameters of the same model: variables['params'] beside "
+            f"{listed(lines)}\nPass the parameters of the same model: variables['params'] beside "
             "variables[fp8.linen.COLLECTION] (linen), or nnx.state(model, nnx.Param). In another "
             f"tree, put each weight at the path of its state, here {explicit}. Put None there if "
             "the matmul has no weight."
@@ -254,7 +252,3 @@ def _known(amax: Any) -> np.ndarray:
     """The amaxes as float64 on this host, with inf for NaN."""
     values = on_host(amax).astype(np.float64)
     return np.where(np.isnan(values), np.inf, values)
-
-
-def _listed(lines: list[str]) -> str:
-    return "\n".join(lines[:_SHOWN]) + "\n..." * (len(lines) > _SHOWN)

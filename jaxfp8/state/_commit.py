@@ -126,7 +126,14 @@ def commit(state: PyTree, seen: PyTree) -> PyTree:
         check_layout(s)
         return commit_one(s, observed)
 
-    return map_states(one, state, _aligned(state, seen))
+    check_tree(state)
+    trees: list[Any] = [jax.tree.structure(tree, is_leaf=is_node) for tree in (state, seen)]
+    if trees[0] != trees[1]:
+        raise FP8StateError(
+            f"state and seen have different trees: {trees[0]} and {trees[1]}. Commit what this "
+            "state saw."
+        )
+    return jax.tree.map(one, state, seen, is_leaf=is_node)
 
 
 def commit_one(state: MatmulState, seen: SeenAmax) -> MatmulState:
@@ -157,21 +164,6 @@ def _updated(s: MatmulState, amax: Array) -> MatmulState:
     parts = zip(zip(*updated, strict=True), (-1, -2, -1), strict=True)
     scale, history, nonfinite = (jnp.concatenate(part, axis=axis) for part, axis in parts)
     return dataclasses.replace(s, scale=scale, amax_history=history, nonfinite_steps=nonfinite)
-
-
-def _aligned(state: PyTree, seen: PyTree) -> PyTree:
-    """`seen`, after a check that it has a node for each state."""
-    check_tree(state)
-    trees: list[Any] = [
-        jax.tree.structure(jax.tree.map(lambda _: 0, tree, is_leaf=is_node))
-        for tree in (state, seen)
-    ]
-    if trees[0] != trees[1]:
-        raise FP8StateError(
-            f"state and seen have different trees: {trees[0]} and {trees[1]}. Commit what this "
-            "state saw."
-        )
-    return seen
 
 
 # `settle`: states whose scales are all set, so that no program reads a tensor for an unset scale.

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend.core
@@ -26,85 +26,79 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8._typing import Array, FP8StateError, PyTree
-from jaxfp8.sharding._amax import check_axes, manual_axes, types_show_varying
+from jaxfp8.sharding._amax import check_axes, types_show_varying
 from jaxfp8.state._commit import commit_one
-from jaxfp8.state._identity import check_at_use, known_scales, rows_fit, tag_fits, tag_state
-from jaxfp8.state._init import fingerprints
+from jaxfp8.state._identity import check_at_use, is_known, known_scales, tag_fits, tag_state
 from jaxfp8.state._ledger import (
+    check_named,
     decode,
     read_reduce_axes,
     reduce_over_mesh,
     vary_everywhere,
     zero_ledgers,
 )
-from jaxfp8.state._state import LEAVES, MatmulState, Probe, SeenAmax, map_states
+from jaxfp8.state._state import MatmulState, Probe, SeenAmax, map_states
 
-# Uses of a state: a state in the gradient channel may be used once in a trace.
+# Uses of an array: a state in the gradient channel may be used once in a trace.
 #
 # JAX adds the cotangents of all uses. With `state_channel="gradient"` these are states, and a sum
-# of states is no state.
+# of states is no state. The seal of a `Released` (`optim/`) is such an array, too.
 
 
 @dataclasses.dataclass(eq=False)
-class _Leaf:
-    """A traced array of a state."""
+class _Traced:
+    """A traced array."""
 
-    leaf: weakref.ReferenceType[Any]  # its memory may be used again, so an address is no identity
-    # The uses that a gradient goes through.
-    differentiated: list["Use"] = dataclasses.field(default_factory=list)
+    array: weakref.ReferenceType[Any]  # its memory may be used again, so an address is no identity
+    uses: list["Use"]  # the first one of each trace that a gradient goes through
 
 
 # An entry lives as long as one of its uses, which the trace holds.
-_leaves: weakref.WeakValueDictionary[int, _Leaf] = weakref.WeakValueDictionary()
+_traced: weakref.WeakValueDictionary[int, _Traced] = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Use:
-    """One use of a state while a function is traced."""
+    """One use of an array while a function is traced."""
 
-    leaf: _Leaf | None  # the array that identifies the state; None if it is no tracer
+    traced: _Traced | None  # None if the array is no tracer
     trace: Any  # the branches of `lax.cond` may each use a state once, and have their own traces
 
     @classmethod
     def of(cls, array: Any) -> "Use":
-        """A use of the state that has this array."""
         if not isinstance(array, jax.core.Tracer):
             return cls(None, None)
-        entry = _leaves.get(id(array))
-        if entry is None or entry.leaf() is not array:
-            entry = _leaves[id(array)] = _Leaf(weakref.ref(array))
-        return cls(entry, jax.extend.core.get_opaque_trace_state(convention="jaxfp8"))
+        traced = _traced.get(id(array))
+        if traced is None or traced.array() is not array:
+            traced = _traced[id(array)] = _Traced(weakref.ref(array), [])
+        return cls(traced, jax.extend.core.get_opaque_trace_state(convention="jaxfp8"))
 
-    def differentiate(self) -> None:
-        """Note that a gradient goes through this use.
+    def is_second(self) -> bool:
+        """Whether a gradient goes through an earlier use, too. A forward rule calls it."""
+        if self.traced is None:
+            return False
+        first = next((use for use in self.traced.uses if use.trace == self.trace), None)
+        if first is None:
+            self.traced.uses.append(self)
+        return first not in (None, self)  # JAX may run the forward rule of a use several times
 
-        It may be called again, because JAX may run a forward rule several times. FP8StateError if
-        a gradient goes through another use of the state in the same trace.
-        """
-        if self.leaf is None:
-            return
-        others = self.leaf.differentiated
-        if any(other is not self and other.trace == self.trace for other in others):
-            raise FP8StateError(
-                'a state with state_channel="gradient" is used twice in one loss, by a shared '
-                "layer or by tied layers. JAX would add the states of both uses. Use "
-                "fp8.value_and_grad and state_channel=None. Without flax, call "
-                "fp8.state.in_gradient_channel(state) once, and pass what fp8.fork gives to the "
-                "matmuls, with state_channel=None. For a use that the loss does not train, pass "
-                "jax.lax.stop_gradient(fp8.freeze(state))."
-            )
-        if self not in others:
-            others.append(self)
+
+def check_one_use(use: Use) -> None:
+    """Raise FP8StateError if a gradient goes through another use of the state, too."""
+    if use.is_second():
+        raise FP8StateError(
+            'a state with state_channel="gradient" is used twice in one loss, by a shared '
+            "layer or by tied layers. JAX would add the states of both uses. Use "
+            "fp8.value_and_grad and state_channel=None. Without flax, call "
+            "fp8.state.in_gradient_channel(state) once, and pass what fp8.fork gives to the "
+            "matmuls, with state_channel=None. For a use that the loss does not train, pass "
+            "jax.lax.stop_gradient(fp8.freeze(state))."
+        )
 
 
 # The channel: a custom gradient that decodes, commits, and returns the next state.
 
-
-class _Channel(NamedTuple):
-    """The static arguments of the channel, for one state."""
-
-    use: Use
-    reduce_axes: tuple[str, ...] | None
+Named = tuple[str, ...] | None  # the mesh axes of `reduce_axes=`
 
 
 def in_gradient_channel(state: PyTree, *, reduce_axes: Sequence[str] | None = None) -> PyTree:
@@ -143,7 +137,7 @@ def in_gradient_channel(state: PyTree, *, reduce_axes: Sequence[str] | None = No
     return map_states(functools.partial(_one, named=read_reduce_axes(reduce_axes)), state)
 
 
-def _one(state: MatmulState, *, named: tuple[str, ...] | None) -> MatmulState:
+def _one(state: MatmulState, *, named: Named) -> MatmulState:
     if state.probe is not None:
         if state.probe.channel == "gradient":
             return state
@@ -152,24 +146,18 @@ def _one(state: MatmulState, *, named: tuple[str, ...] | None) -> MatmulState:
             "state leaves the backward pass by one channel. Drop state_channel, or use "
             "jax.value_and_grad over all variables, and overwrite the state with its gradient."
         )
+    check_named(named, 'reduce_axes= of this call or layer with state_channel="gradient"')
     if types_show_varying():
         named = None  # types say over which axes an amax is reduced
-    elif named is None:
-        raise FP8StateError(
-            f"inside shard_map(check_vma=False) or pmap over {manual_axes()} types do not say over "
-            'which mesh axes an amax is reduced. With state_channel="gradient" name the axes with '
-            "reduce_axes= of this call or layer, all but those of pipeline stages."
-        )
     check_axes(named or ())
-    channel = _Channel(Use.of(state.scale), named)
-    ledger, known = _collect(channel, check_at_use(state))
+    ledger, known = _collect(Use.of(state.scale), named, check_at_use(state))
     return dataclasses.replace(state, probe=Probe(ledger, known, named, "gradient"))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _collect(channel: _Channel, state: MatmulState) -> tuple[Array | None, Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _collect(use: Use, named: Named, state: MatmulState) -> tuple[Array | None, Array]:
     """The ledger and the scales of a probe. The cotangent of `state` is the next state."""
-    del channel
+    del use, named
     return _ledger_and_scales(state)
 
 
@@ -194,34 +182,33 @@ def _broken(state: MatmulState) -> Array:
 
     A row of zeros is unset. JAX gives it for a layer that the loss does not use.
     """
-    want = fingerprints(state.rows, state.fingerprint.shape)
-    passes = rows_fit(state) & tag_fits(state.fingerprint, want, state.scale, state.amax_history)
+    known = is_known(state) & tag_fits(state)
     zero = (state.fingerprint == 0) & (state.scale == 0) & jnp.all(state.amax_history == 0, axis=-1)
-    return jnp.any(~(passes | zero), axis=-1, keepdims=True)
+    return jnp.any(~(known | zero), axis=-1, keepdims=True)
 
 
-def _forward_rule(channel: _Channel, state: MatmulState) -> tuple[Any, MatmulState]:
+def _forward_rule(use: Use, named: Named, state: MatmulState) -> tuple[Any, MatmulState]:
+    del named
     # JAX calls this rule only if it differentiates with respect to the state.
-    channel.use.differentiate()
+    check_one_use(use)
     return _ledger_and_scales(state), state
 
 
-def _backward_rule(channel: _Channel, state: MatmulState, cotangents: Any) -> tuple[MatmulState]:
+def _backward_rule(
+    use: Use, named: Named, state: MatmulState, cotangents: Any
+) -> tuple[MatmulState]:
+    del use
     if state.frozen:
         return (state,)  # its scales have a cotangent of zeros, so JAX calls this rule
     ledger, _ = cotangents
-    (amax,) = reduce_over_mesh([decode(ledger)], [state], channel.reduce_axes)
+    (amax,) = reduce_over_mesh([decode(ledger)], [state], named)
     new = tag_state(commit_one(state, SeenAmax(amax, state.rows)))
     broken = _broken(state)
-    kept: Any = {
-        name: jnp.where(
-            broken[..., None] if name == "amax_history" else broken,
-            getattr(state, name),
-            getattr(new, name),
-        )
-        for name in LEAVES
-    }
-    return (dataclasses.replace(new, **kept),)
+
+    def kept(old: Array, new: Array) -> Array:
+        return jnp.where(broken[..., None] if old.ndim > broken.ndim else broken, old, new)
+
+    return (jax.tree.map(kept, state, new),)
 
 
 _collect.defvjp(_forward_rule, _backward_rule)

@@ -7,6 +7,8 @@ cannot raise an error, so it unsets the row.
 """
 
 import dataclasses
+import functools
+import operator
 from typing import Any, NoReturn
 
 import jax
@@ -29,21 +31,14 @@ from jaxfp8.state._state import LEAVES, RESTORED, MatmulState, describe_node
 # mean does not, because the checksum is the same in all of them.
 #
 # A float32 in [1, 2) has 23 bits after the point, and the checksum takes 16. The channel writes a
-# tag into the other 7. The tag is computed from the newest amax and the scale of the row. A mean of
-# states has the mean of their tags, but needs the tag of its own amax and scale.
+# tag into the other 7:
 #
-#         fingerprint = checksum + tag * 2^-23,  8 <= tag <= 60,  or tag = 0: not tagged
+#         fingerprint = checksum + tag * 2^-23,  8 <= tag <= 57,  or tag = 0: not tagged
 #
-# The tag is a wave of the bits of both numbers. Two properties matter:
-#
-# - It is steep. It runs through all values while an amax grows by 2^-12. So the mean of the tags of
-#   two states is not the tag of their mean.
-# - It is continuous. If an amax changes by its last bit, the tag changes by less than 0.1. A mean
-#   of equal states over devices rounds, and still passes.
-#
-# `tag_fits` allows an error of 3. So a mean of states with different amaxes passes in about 1 of 8
-# rows. The states of one step differ in the rows of x and g, and all rows must pass. So one matmul
-# hides a mean in about 1 of 60 steps, two matmuls in 1 of 4000.
+# The tag is one of 8 levels: a hash of the newest amax and the scale of the row. A mean of states
+# has the mean of their tags, but needs the tag of its own amax and scale. It has that by chance in
+# about 1 of 8 rows. The states of one step differ in the rows of x and g, and all rows must pass.
+# So one matmul hides a mean in about 1 of 60 steps, two matmuls in 1 of 4000.
 
 _UNIT = 2.0**-23
 """What a tag of 1 adds to a fingerprint: the last bit of a float32 in [1, 2)."""
@@ -51,47 +46,40 @@ _UNIT = 2.0**-23
 _TAGS = 64 * _UNIT
 """Tags are below it: the fingerprints of other rows are at least twice as far away."""
 
-_MEAN_ROUNDING = 4 * _UNIT
-"""The largest error of a mean over devices of equal fingerprints.
+_ROUNDING = 3.5 * _UNIT
+"""Above the largest error of a mean over devices of equal fingerprints.
 
 A mean over 7 devices can be 1 unit off, or 2 if the devices are added one after the other. The
 error grows with the number of devices that are added so: 3 for 12 of them, 16 for 64.
 """
 
-_TAG_ROUNDING = 3.5 * _UNIT
-"""Above the largest error of a tag: 2 from a mean over 8 devices, 1 because tags are whole."""
-
-_LEAST, _RANGE = 8, 52  # a tag is far enough from 0, "not tagged", and from `_TAGS`
-# One period of a wave is 2^32. The amaxes of bfloat16 tensors differ by multiples of 2^16, and the
-# scales of powers of two by multiples of 2^23. The products of these steps with the factors are
-# spread over the period. They are odd, and no two are in a simple ratio.
-_FIRST = np.uint32(171_575), np.uint32(141_201)  # of the newest amax, and of the scale
-_SECOND = np.uint32(29_777), np.uint32(52_711)
-
 
 def tag_state(state: MatmulState) -> MatmulState:
     """The state, with its exact fingerprints and the tags of its arrays."""
     want = fingerprints(state.rows, state.fingerprint.shape)
-    tag = _tag(state.scale, state.amax_history)
+    tag = _tag(_amax_bits(state.scale, state.amax_history))
     # The select keeps the mesh axes that the state varies over, and XLA removes it.
     exact = jnp.where(state.fingerprint > 0, want, want)
     return dataclasses.replace(state, fingerprint=exact + tag * np.float32(_UNIT))
 
 
-def tag_fits(fingerprint: Any, want: np.ndarray, scale: Any, history: Any) -> Any:
-    """Whether rows have the tag of their arrays, or none.
+def tag_fits(state: MatmulState) -> Any:
+    """bool[..., R], whether rows have their fingerprint, with the tag of their arrays or without.
 
-    `want` are the checksums. All arrays are NumPy's, or all are JAX's.
+    All arrays are NumPy's, or all are JAX's.
     """
-    found = fingerprint - want
-    untagged = abs(found) < _MEAN_ROUNDING
-    tag = _tag(scale, history)
-    return untagged | (abs(found - tag * np.float32(_UNIT)) < _TAG_ROUNDING)
+    found = state.fingerprint - fingerprints(state.rows, state.fingerprint.shape)
+    bits = _amax_bits(state.scale, state.amax_history)
+    # A mean over devices of equal states rounds their amaxes too, and may bring one to the next
+    # bucket of `_tag`. 16 is more than that error.
+    tags = 0, _tag(bits - np.uint32(16)), _tag(bits + np.uint32(16))
+    fits = [abs(found - tag * np.float32(_UNIT)) < _ROUNDING for tag in tags]
+    return functools.reduce(operator.or_, fits)
 
 
 def same_fingerprint(found: Any, want: np.ndarray) -> Any:
     """Whether fingerprints are equal, up to a tag and the rounding of a mean over devices."""
-    return (found - want > -_MEAN_ROUNDING) & (found - want < _TAGS)
+    return (found - want > -_ROUNDING) & (found - want < _TAGS)
 
 
 def explain_fingerprint(found: float, want: float) -> str:
@@ -99,7 +87,7 @@ def explain_fingerprint(found: float, want: float) -> str:
     if not np.isfinite(found):
         return ""
     count = max(1, round(float(found) / want))
-    if not -_MEAN_ROUNDING < found / count - want < _TAGS:
+    if not -_ROUNDING < found / count - want < _TAGS:
         return ""
     what = "a mean of states" if count == 1 else f"a sum of {count} states"
     return (
@@ -109,33 +97,28 @@ def explain_fingerprint(found: float, want: float) -> str:
     )
 
 
-def _tag(scale: Any, history: Any) -> Any:
-    """The tags f32[..., R], whole numbers, for scale [..., R] and history [..., R, H].
+def _amax_bits(scale: Any, history: Any) -> Any:
+    """A number uint32[..., R] that differs where the arrays of two states differ.
 
-    A wave in the phase of another wave. A sum of waves would be worse: for two states, the tag of
-    the mean is the mean of the tags in 1 of 5 rows, and in 1 of 3 for a single wave.
+    Without a history the scale is all that a row has of its newest amax.
     """
-    newest, scale = _bits(history[..., -1]), _bits(scale)
-    first = _wave(newest * _FIRST[0] + scale * _FIRST[1])
-    phase = newest * _SECOND[0] + scale * _SECOND[1] + first * first * np.uint32(4)
-    tag = (_wave(phase) * np.uint32(_RANGE) + np.uint32(2**15)) >> np.uint32(16)
-    return tag.astype(np.float32) + np.float32(_LEAST)
+    if isinstance(scale, np.ndarray) and isinstance(history, np.ndarray):
+        return history[..., -1].view(np.uint32) + scale.view(np.uint32)
+    newest, scale = (lax.bitcast_convert_type(x, jnp.uint32) for x in (history[..., -1], scale))
+    return newest + scale
 
 
-def _wave(phase: Any) -> Any:
-    """A triangle wave of a phase uint32, from 0 to 2^16 - 1, with the period 2^32.
+def _tag(bits: Any) -> Any:
+    """The tags f32[..., R], whole numbers: a hash of buckets of 256 neighbouring numbers.
 
     It is computed in whole numbers, so every device and every program gets the same tags.
     """
-    half = np.uint32(2**31 - 1)
-    falls = phase >> np.uint32(31)  # 1 in the second half of the period
-    return ((phase & half) ^ (half * falls)) >> np.uint32(15)
-
-
-def _bits(x: Any) -> Any:
-    if isinstance(x, np.ndarray):
-        return np.ascontiguousarray(x).view(np.uint32)
-    return lax.bitcast_convert_type(x, jnp.uint32)
+    bucket = bits >> np.uint32(8)
+    factor = np.uint32(2_654_435_769)  # 2^32 divided by the golden ratio
+    mixed = bucket * factor
+    # With one product, the tag of a mean would often be the mean of the tags.
+    mixed = (mixed ^ (mixed >> np.uint32(15))) * factor
+    return (mixed >> np.uint32(29)).astype(np.float32) * np.float32(7) + np.float32(8)
 
 
 # The checks: of shapes while a function is traced, and of values.
@@ -209,26 +192,25 @@ def unset_foreign_rows(state: MatmulState) -> MatmulState:
     """
     want = fingerprints(state.rows, state.fingerprint.shape)
     if _readable(state.fingerprint) and _readable(state.scale):
-        leaves = {name: np.asarray(getattr(state, name)) for name in LEAVES}
-        passes = _passes(leaves["fingerprint"], want, leaves["scale"]) & tag_fits(
-            leaves["fingerprint"], want, leaves["scale"], leaves["amax_history"]
-        )
-        if passes.all() and not (leaves["fingerprint"] - want).any():
+        leaves: Any = {name: np.asarray(getattr(state, name)) for name in LEAVES}
+        host = dataclasses.replace(state, **leaves)
+        known = is_known(host) & tag_fits(host)
+        if known.all() and not (host.fingerprint - want).any():
             return state
-        if not passes.all() and any(leaf.any() for leaf in leaves.values()):
-            _refuse(state, leaves, want, np.argwhere(~passes)[0])
-    passes = _passes(state.fingerprint, want, state.scale)
+        if not known.all() and any(getattr(host, name).any() for name in LEAVES):
+            _refuse(host, want, np.argwhere(~known)[0])
+    known = is_known(state)
     scale, history, nonfinite_steps = unset_leaves(state.rows, state.scale.shape)
     return dataclasses.replace(
         state,
-        scale=jnp.where(passes, state.scale, scale),
-        amax_history=jnp.where(passes[..., None], state.amax_history, history),
-        nonfinite_steps=jnp.where(passes, state.nonfinite_steps, nonfinite_steps),
+        scale=jnp.where(known, state.scale, scale),
+        amax_history=jnp.where(known[..., None], state.amax_history, history),
+        nonfinite_steps=jnp.where(known, state.nonfinite_steps, nonfinite_steps),
         # Each mean over devices adds a rounding error to a fingerprint, and the errors of many
-        # steps would exceed `_MEAN_ROUNDING`. A tag is not that of the next state. So the exact
+        # steps would exceed `_ROUNDING`. A tag is not that of the next state. So the exact
         # fingerprint is written, without a tag. The select keeps the mesh axes that the state
         # varies over, and XLA removes it.
-        fingerprint=jnp.where(passes, want, want),
+        fingerprint=jnp.where(known, want, want),
     )
 
 
@@ -239,8 +221,7 @@ def known_scales(state: MatmulState) -> Array:
     The multiplier is 0 for a row that is unset, and NaN if the state is settled. A row that does
     not pass `unset_foreign_rows` counts as unset.
     """
-    want = fingerprints(state.rows, state.fingerprint.shape)
-    is_set = _passes(state.fingerprint, want, state.scale) & (state.scale > 0)
+    is_set = is_known(state) & (state.scale > 0)
     multipliers = stored_multiplier(state.scale, is_set, state.settled)
     # Rows are the last axis, as in all arrays of a state: see `check_layout`.
     return jnp.stack([multipliers, state.scale], axis=-2)
@@ -255,25 +236,20 @@ def check_at_use(state: MatmulState) -> MatmulState:
     return state if isinstance(state.fingerprint, jax.core.Tracer) else unset_foreign_rows(state)
 
 
-def rows_fit(state: MatmulState) -> Array:
-    """bool[..., R], which rows pass `unset_foreign_rows`, without their tags."""
-    want = fingerprints(state.rows, state.fingerprint.shape)
-    return jnp.asarray(_passes(state.fingerprint, want, state.scale))
+def is_known(state: MatmulState) -> Any:
+    """bool[..., R], whether rows have the fingerprint of their tensor and quantizer, without a look
+    at tags, and a scale in range.
+    """
+    same = same_fingerprint(state.fingerprint, fingerprints(state.rows, state.fingerprint.shape))
+    return same & (state.scale >= 0) & (state.scale <= 1 / TINY)  # False for NaN
 
 
-def _passes(fingerprint: Any, want: np.ndarray, scale: Any) -> Any:
-    """Whether rows have the fingerprint of their tensor and quantizer, and a scale in range."""
-    return same_fingerprint(fingerprint, want) & (scale >= 0) & (scale <= 1 / TINY)  # False for NaN
-
-
-def _refuse(
-    state: MatmulState, leaves: dict[str, np.ndarray], want: np.ndarray, index: np.ndarray
-) -> NoReturn:
+def _refuse(state: MatmulState, want: np.ndarray, index: np.ndarray) -> NoReturn:
     row, at = state.rows[index[-1]], tuple(index)
-    arithmetic = explain_fingerprint(leaves["fingerprint"][at], want[at])
+    arithmetic = explain_fingerprint(float(state.fingerprint[at]), float(want[at]))
     raise FP8StateError(
-        f"row {index.tolist()} of a state has fingerprint {leaves['fingerprint'][at]} and scale "
-        f"{leaves['scale'][at]}, which {row.tensor} by {row.quantizer} cannot have. "
+        f"row {index.tolist()} of a state has fingerprint {state.fingerprint[at]} and scale "
+        f"{state.scale[at]}, which {row.tensor} by {row.quantizer} cannot have. "
         + (
             arithmetic
             or "The state was saved with another recipe, or an optimizer or an average (EMA) "

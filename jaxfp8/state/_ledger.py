@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from jaxfp8._typing import Array, PyTree
+from jaxfp8._typing import Array, FP8StateError, PyTree
 from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._exact import TINY
 from jaxfp8.numerics._granularity import PerAxis, PerTensor
@@ -189,6 +189,16 @@ def read_reduce_axes(reduce_axes: Sequence[str] | None) -> tuple[str, ...] | Non
             f"({reduce_axes!r},)."
         )
     return None if reduce_axes is None else tuple(reduce_axes)
+
+
+def check_named(named: tuple[str, ...] | None, argument: str) -> None:
+    """Raise FP8StateError if neither types nor `reduce_axes=` give the axes of a reduction."""
+    if named is None and not types_show_varying():
+        raise FP8StateError(
+            f"inside shard_map(check_vma=False) or pmap over {manual_axes()} types do not say over "
+            "which mesh axes an amax is reduced. Name the axes, all but those of pipeline stages: "
+            f"{argument}."
+        )
 
 
 def vary_everywhere(ledger: Array) -> Array:

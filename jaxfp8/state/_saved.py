@@ -35,7 +35,11 @@ def names_of(path: tuple[Any, ...]) -> tuple[str, ...]:
 # The arrays of a checkpoint, by the names of a model.
 
 Path: TypeAlias = tuple[str, ...]
-_SHOWN = 8  # faults that a message lists
+
+
+def listed(lines: list[str]) -> str:
+    """The lines of a message, the first ten of them."""
+    return "\n".join(lines[:10]) + f"\n  ... ({len(lines)} in all)" * (len(lines) > 10)
 
 
 def saved_leaves(
@@ -56,6 +60,7 @@ def saved_leaves(
     leaves: dict[Path, Any] = {}
     names: set[str] = set()
     used: set[str] = set()
+    olds: dict[Path, Path] = {}
 
     def new_name(name: str) -> str:
         names.add(name)
@@ -65,34 +70,26 @@ def saved_leaves(
                 return _expanded(match, replacement)
         return name
 
-    def walk(node: Any, path: Path) -> None:
-        if is_state(node) or (isinstance(node, Mapping) and set(LEAVES) <= set(node)):
+    for keys, node in jax.tree_util.tree_leaves_with_path(saved, is_leaf=_is_end):
+        inner, old = read(node), names_of(keys)
+        new: Path = ()
+        if is_state(inner) or _is_state_of_file(node):
             raise FP8StateError(
-                f"{called} holds quantizer state at {'/'.join(path)}, but a checkpoint without it "
+                f"{called} holds quantizer state at {'/'.join(old)}, but a checkpoint without it "
                 "is needed. Restore a checkpoint of an FP8 model as it is, and check its state: "
                 "fp8.check_state(state, like=fresh_state)."
             )
-        if not isinstance(node, Mapping | list) and type(node) is not tuple:
-            inner = read(node)
-            if is_state(inner):
-                walk(inner, path)
-            for below, leaf in jax.tree_util.tree_leaves_with_path(inner, is_leaf=_is_none):
-                leaves[path + names_of(below)] = leaf
-            return
-        children = node.items() if isinstance(node, Mapping) else enumerate(node)
-        olds: dict[str, Any] = {}
-        for old, inner in children:
-            name = new_name(str(old)) if len(path) >= kept else str(old)
-            if name in olds:
+        for depth, name in enumerate(old):
+            above, new = new, (*new, new_name(name) if depth >= kept else name)
+            other = olds.setdefault(new, old[: depth + 1])
+            if other != old[: depth + 1]:
                 raise ValueError(
-                    f"rename={dict(rename)} makes one name {name!r} of {olds[name]!r} and {old!r} "
-                    f"at {'/'.join(path) or 'the top of the tree'}. Each name needs one of its "
-                    'own. Keep numbers: {r"Dense_(\\d+)": r"FP8Dense_\\1"}.'
+                    f"rename={dict(rename)} makes one name {new[-1]!r} of {other[-1]!r} and "
+                    f"{name!r} at {_at(above)}. Each name needs one of its own. Keep numbers: "
+                    '{r"Dense_(\\d+)": r"FP8Dense_\\1"}.'
                 )
-            olds[name] = old
-            walk(inner, (*path, name))
-
-    walk(saved, ())
+        for below, leaf in jax.tree_util.tree_leaves_with_path(inner, is_leaf=_is_none):
+            leaves[new + names_of(below)] = leaf
     for pattern in rename:
         if pattern not in used:
             near = difflib.get_close_matches(pattern, sorted(names), n=3, cutoff=0.0)
@@ -104,20 +101,29 @@ def saved_leaves(
     return leaves
 
 
+def _is_end(node: Any) -> bool:
+    """Whether names end here: at an array, a box or a Variable, or the state of a matmul."""
+    return _is_state_of_file(node) or not (isinstance(node, Mapping | list) or type(node) is tuple)
+
+
+def _is_state_of_file(node: Any) -> bool:
+    return isinstance(node, Mapping) and set(LEAVES) <= set(node)
+
+
 def _is_none(node: Any) -> bool:
     return node is None
 
 
 def _compiled(rename: Any) -> dict[re.Pattern[str], str]:
-    pairs: list[Any] = list(rename.items()) if isinstance(rename, Mapping) else [(rename, None)]
-    for pattern, replacement in pairs:
-        if not isinstance(pattern, str) or not isinstance(replacement, str):
-            raise TypeError(
-                f"rename={rename!r} must be a dict of regular expressions and replacements. Write "
-                'for instance rename={r"Dense_(\\d+)": r"FP8Dense_\\1"}.'
-            )
+    if not isinstance(rename, Mapping) or not all(
+        isinstance(each, str) for each in (*rename, *rename.values())
+    ):
+        raise TypeError(
+            f"rename={rename!r} must be a dict of regular expressions and replacements. Write "
+            'for instance rename={r"Dense_(\\d+)": r"FP8Dense_\\1"}.'
+        )
     try:
-        return {re.compile(pattern): replacement for pattern, replacement in pairs}
+        return {re.compile(pattern): replacement for pattern, replacement in rename.items()}
     except re.error as error:
         raise ValueError(
             f"rename={dict(rename)} holds an invalid regular expression: {error}. Escape special "
@@ -156,11 +162,8 @@ def match_leaves(
         lines = [f"  {_at(p)}: missing{_nearest(p, unexpected or found)}" for p in missing]
         lines += [f"  {_at(p)}: unexpected{_nearest(p, missing or wanted)}" for p in unexpected]
         lines += [f"  {_at(path)}: {why}" for path, why in wrong]
-        text = "\n".join(lines[:_SHOWN]) + (
-            f"\n  ... ({len(lines)} in all)" if len(lines) > _SHOWN else ""
-        )
         raise ValueError(
-            f"{called} must hold the arrays of the model and no others:\n{text}\n"
+            f"{called} must hold the arrays of the model and no others:\n{listed(lines)}\n"
             + " ".join(_cures(missing, unexpected, dict(wrong)))
         )
     return {path: _as_dtype(found[path], like.dtype) for path, like in wanted.items()
@@ -204,8 +207,8 @@ def _as_dtype(leaf: Any, dtype: Any) -> Any:
 def _cures(missing: list[Path], unexpected: list[Path], wrong: dict[Path, str]) -> Iterator[str]:
     if missing and unexpected:
         yield (
-            f"If only names differ, write rename={_renaming(missing, unexpected)} for them, or "
-            "name the layers."
+            'If only names differ, write rename={r"Dense_(\\d+)": r"FP8Dense_\\1"} for instance, '
+            "or name the layers."
         )
     elif missing:
         yield "Save or restore these too, or take them from a fresh model."
@@ -215,15 +218,3 @@ def _cures(missing: list[Path], unexpected: list[Path], wrong: dict[Path, str]) 
         yield "For other shapes, make the model with the sizes of the checkpoint."
     if any("dtype" in why for why in wrong.values()):
         yield "For other dtypes, convert the arrays by .astype, or set param_dtype= of the layers."
-
-
-def _renaming(missing: list[Path], unexpected: list[Path]) -> str:
-    """The argument `rename=` for layers without names, which are called after their class."""
-    names = {name for path in unexpected for name in path}
-    kinds = sorted(
-        {match[1] for path in missing for name in path
-         if (match := re.fullmatch(r"FP8(\w+)_\d+", name))
-         and any(re.fullmatch(rf"{match[1]}_\d+", other) for other in names)}
-    ) or ["Dense"]  # fmt: skip
-    pairs = (rf'r"{kind}_(\d+)": r"FP8{kind}_\1"' for kind in kinds)
-    return f"{{{', '.join(pairs)}}}"

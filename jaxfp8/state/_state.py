@@ -10,7 +10,7 @@ leaf.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -118,11 +118,8 @@ def is_node(node: object) -> bool:
 
 def map_states(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """`jax.tree.map` over states. Anything else in the tree is an error."""
-    nodes, flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_node)
-    structure: Any = flat  # jax gives it no type
-    _check_nodes(nodes)
-    trees = ([node for _, node in nodes], *map(structure.flatten_up_to, rest))
-    return structure.unflatten(map(function, *trees))
+    check_tree(tree)
+    return jax.tree.map(function, tree, *rest, is_leaf=is_node)
 
 
 RESTORED = (
@@ -133,12 +130,7 @@ RESTORED = (
 
 def check_tree(tree: PyTree) -> None:
     """Raise FP8StateError unless the tree holds states and nothing else."""
-    _check_nodes(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node))
-
-
-def _check_nodes(nodes: Iterable[tuple[Any, object]]) -> None:
-    """`check_tree` of a tree that is flattened to pairs (path, node)."""
-    for path, node in nodes:
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node):
         if isinstance(node, SeenAmax):
             raise FP8StateError(
                 "expected quantizer state, found SeenAmax (the amaxes that a step saw) at "

@@ -12,20 +12,20 @@ such read.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jaxfp8._typing import Array, FP8StateError, PyTree
+from jaxfp8._typing import Array, PyTree
 from jaxfp8.recipes._presets import identity
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import check_axes, manual_axes, types_show_varying
 from jaxfp8.state._commit import commit_one, nothing_seen
-from jaxfp8.state._identity import STACKING, check_at_use, known_scales
+from jaxfp8.state._identity import check_at_use, known_scales
 from jaxfp8.state._ledger import (
-    BINS,
+    check_named,
     decode,
     read_reduce_axes,
     reduce_over_mesh,
@@ -83,61 +83,53 @@ stacks repeat the operations of a commit. The program of 24 states compiled fast
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stacks:
-    """Which states of a list are computed on together: their places, by groups."""
+def _groups(states: Sequence[MatmulState]) -> list[list[int]]:
+    """Which states are computed on together: their places, at most `_MOST_STACKED` in a group.
 
-    groups: tuple[tuple[int, ...], ...]
+    Only traced states of single matmuls are in a group with others. In eager code nothing is
+    compiled, and messages name single states. States that are stacked already may be split over
+    devices, and two of them in different ways.
+    """
+    alike: dict[Any, list[int]] = {}
+    for i, state in enumerate(states):
+        leaves, structure = jax.tree.flatten(state)
+        traced = all(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        together = traced and state.scale.ndim == 1
+        alike.setdefault((structure, *map(jax.typeof, leaves)) if together else i, []).append(i)
+    return [
+        places[start : start + _MOST_STACKED]
+        for places in alike.values()
+        for start in range(0, len(places), _MOST_STACKED)
+    ]
 
-    @classmethod
-    def of(cls, states: Sequence[MatmulState]) -> "_Stacks":
-        """The groups of some states, of at most `_MOST_STACKED` each.
 
-        Only traced states of single matmuls are in a group with others. In eager code nothing is
-        compiled, and messages name single states. States that are stacked already may be split
-        over devices, and two of them in different ways.
-        """
-        groups: dict[Any, list[int]] = {}
-        for i, state in enumerate(states):
-            leaves, structure = jax.tree.flatten(state)
-            alone = state.scale.ndim > 1 or not all(
-                isinstance(leaf, jax.core.Tracer) for leaf in leaves
-            )
-            key = i if alone else (structure, *map(jax.typeof, leaves))
-            groups.setdefault(key, []).append(i)
-        return cls(
-            tuple(
-                tuple(places[start : start + _MOST_STACKED])
-                for places in groups.values()
-                for start in range(0, len(places), _MOST_STACKED)
-            )
-        )
+def _by_groups(
+    groups: list[list[int]], function: Callable[..., T], *lists: Sequence[PyTree]
+) -> list[T]:
+    """`[function(*each) for each in zip(*lists)]`, with one call for each group.
 
-    def apply(self, function: Callable[..., T], *lists: Sequence[PyTree]) -> list[T]:
-        """`[function(*each) for each in zip(*lists)]`, with one call for each group.
+    The arrays of a group with several states get a leading axis.
+    """
+    results: dict[int, T] = {}
 
-        The arrays of a group with several states get a leading axis.
-        """
-        results: dict[int, T] = {}
+    # Equal stacks are traced and lowered once for each call of `_by_groups`. `together` is defined
+    # anew in each call. A user's quantizer may read a global, and a cache that calls share would
+    # keep its old value.
+    @jax.jit
+    @functools.wraps(function)
+    def together(*stacked: PyTree) -> T:
+        return function(*stacked)
 
-        # Equal stacks are traced and lowered once for each call of `apply`. `together` is defined
-        # anew in each call. A user's quantizer may read a global, and a cache that calls share
-        # would keep its old value.
-        @jax.jit
-        @functools.wraps(function)
-        def together(*stacked: PyTree) -> T:
-            return function(*stacked)
-
-        for group in self.groups:
-            members = [[each[i] for i in group] for each in lists]
-            if len(group) == 1:
-                results[group[0]] = function(*(each[0] for each in members))
-                continue
-            stacked = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in members)
-            result = together(*stacked)
-            for place, i in enumerate(group):
-                results[i] = jax.tree.map(lambda leaf, place=place: leaf[place], result)
-        return [results[i] for i in range(len(results))]
+    for group in groups:
+        members = [[each[i] for i in group] for each in lists]
+        if len(group) == 1:
+            results[group[0]] = function(*(each[0] for each in members))
+            continue
+        stacked = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in members)
+        result = together(*stacked)
+        for place, i in enumerate(group):
+            results[i] = jax.tree.map(lambda leaf, place=place: leaf[place], result)
+    return [results[i] for i in range(len(results))]
 
 
 # The gradient by parameters, handles of weights and probes.
@@ -192,12 +184,8 @@ def value_and_grad(
     def wrapped(
         params: PyTree, state: PyTree, *args: Any, **kwargs: Any
     ) -> tuple[Any, PyTree, PyTree]:
-        if not types_show_varying() and named is None and jax.tree.leaves(state):
-            raise FP8StateError(
-                f"inside shard_map(check_vma=False) or pmap over {manual_axes()} types do not say "
-                "over which mesh axes an amax is reduced. Name the axes, all but those of pipeline "
-                "stages: fp8.value_and_grad(..., reduce_axes=(...))."
-            )
+        if jax.tree.leaves(state):
+            check_named(named, "fp8.value_and_grad(..., reduce_axes=(...))")
         if named and manual_axes() and types_show_varying():
             raise ValueError(
                 f"reduce_axes={named} is not used here. JAX's types say over which axes a value "
@@ -214,41 +202,26 @@ def value_and_grad(
         ledgers = jax.tree.map(vary_everywhere, zero_ledgers(state))
         scales = structure.unflatten(map(known_scales, states))
 
+        def with_probe(s: MatmulState, ledger: Array, known: Array) -> MatmulState:
+            return dataclasses.replace(s, probe=Probe(None if s.frozen else ledger, known, named))
+
         def loss(handles: PyTree, ledgers: PyTree) -> Any:
-            probed = _with_probes(state, ledgers, scales, reduce_axes=named)
+            probed = map_states(with_probe, state, ledgers, scales)
             out = loss_fn(_with_handles(params, handles), probed, *args, **kwargs)
             # Outside of the loss states have no probe. aux may hold a state that had one.
             return (out[0], _without_probes(out[1])) if has_aux else out
 
-        with _explained(states):
-            value, (grads, cotangents) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(
-                _handles_of(params), ledgers
-            )
-        stacks = _Stacks.of(states)
-        amaxes = stacks.apply(decode, structure.flatten_up_to(cotangents))
+        value, (grads, cotangents) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(
+            _handles_of(params), ledgers
+        )
+        groups = _groups(states)
+        amaxes = _by_groups(groups, decode, structure.flatten_up_to(cotangents))
         amaxes = reduce_over_mesh(amaxes, states, named)
         seen = [SeenAmax(amax, s.rows) for amax, s in zip(amaxes, states, strict=True)]
-        new = stacks.apply(commit_one, states, seen) if commit else seen
+        new = _by_groups(groups, commit_one, states, seen) if commit else seen
         return value, grads, structure.unflatten(new)
 
     return wrapped
-
-
-@contextlib.contextmanager
-def _explained(states: Iterable[MatmulState]) -> Iterator[None]:
-    """Adds a note to JAX's error about an axis of 1024, if a state has as many layers as rows.
-
-    JAX's error does not name the cause: the states were mapped over another axis than their layers.
-    """
-    try:
-        yield
-    except ValueError as error:
-        if str(BINS) in str(error) and any(len(s.rows) in s.scale.shape[:-1] for s in states):
-            error.add_note(
-                f"jaxfp8: the axis of size {BINS} belongs to the ledger of a quantizer state. "
-                f"{STACKING}"
-            )
-        raise
 
 
 def _handles_of(params: PyTree) -> PyTree:
@@ -264,23 +237,6 @@ def _with_handles(params: PyTree, handles: PyTree) -> PyTree:
         ),
         params, handles, is_leaf=is_weight,
     )  # fmt: skip
-
-
-def _with_probes(
-    state: PyTree, ledgers: PyTree, known: PyTree, *, reduce_axes: tuple[str, ...] | None
-) -> PyTree:
-    """The state with probes, for a differentiated loss.
-
-    `ledgers` is a tree of f32[..., BINS, R], as `zero_ledgers` returns. `known` is a tree of
-    f32[..., 2, R].
-    """
-
-    def one(s: MatmulState, ledger: Array, scales: Array) -> MatmulState:
-        return dataclasses.replace(
-            s, probe=Probe(None if s.frozen else ledger, scales, reduce_axes)
-        )
-
-    return map_states(one, state, ledgers, known)
 
 
 def _without_probes(tree: PyTree) -> PyTree:

@@ -233,10 +233,6 @@ MESSAGES = {
         TypeError, call(pure(), model=lambda: "model"), "'model'", "flax.nnx.Module is needed",
         "fp8.linen.add_state",
     ),
-    "two keys are one name": Message(
-        ValueError, call(lambda: {"layers": {0: X, "0": X}}), "of 0 and '0' at layers",
-        "Each name needs one", "",
-    ),
     "a pattern without a match": Message(
         ValueError, call(pure(), {"kernell": "a"}), "'kernell' matches no name", "a whole name",
         "['kernel'",

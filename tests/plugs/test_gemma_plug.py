@@ -124,6 +124,30 @@ def test_paths():
     assert list(variables[COLLECTION]) == ["head"]
 
 
+def test_paths_that_match_nothing():
+    for model in (Small(), Jitted()):
+        with (
+            pytest.raises(ValueError, match=r"paths='layer' matches no layer.*\['head', 'mlp'\]"),
+            interceptor(fp8.recipes.delayed(), paths="layer"),
+        ):
+            model.init(jax.random.key(0), jnp.ones((4, 64)))
+    with interceptor(fp8.recipes.delayed(), paths="layer"):
+        pass  # nothing ran
+
+
+def test_a_cached_layer_counts_as_matched():
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8, name="last")(Jitted(name="inner")(x))
+
+    x = jnp.ones((4, 64))
+    params = Outer().init(jax.random.key(0), x)
+    for _ in range(2):  # the second run calls "inner" from the cache of nn.jit
+        with interceptor(fp8.recipes.current(), paths="inner/.*"):
+            Outer().apply(params, x)
+
+
 def test_subclasses_stay():
     assert is_gemma_einsum(Einsum((4, 4)))
     assert not is_gemma_einsum(nn.Einsum((4, 4), "ab,bc->ac"))

@@ -10,7 +10,7 @@ from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
 from jaxfp8.state._commit import commit_one
-from jaxfp8.state._value_and_grad import _MOST_STACKED, _Stacks
+from jaxfp8.state._value_and_grad import _MOST_STACKED, _by_groups, _groups
 
 COMMIT = jax.jit(fp8.commit)
 RECIPES = fp8.recipes.delayed(), fp8.recipes.delayed(history_length=4)
@@ -30,7 +30,7 @@ def states(count, recipes=RECIPES[:1]):
 
 
 def together(old, seen):
-    return _Stacks.of(old).apply(commit_one, old, seen)
+    return _by_groups(_groups(old), commit_one, old, seen)
 
 
 @pytest.mark.parametrize("count", [1, _MOST_STACKED, _MOST_STACKED + 1, 3 * _MOST_STACKED + 2])
@@ -46,7 +46,7 @@ def test_same_bits_as_one_by_one(count):
 def test_stacks_hold_every_state_once_and_few_states_each(count):
     old, _ = states(count, RECIPES)
     found = []
-    jax.jit(lambda tree: found.append(_Stacks.of(tree).groups))(old)
+    jax.jit(lambda tree: found.append(_groups(tree)))(old)
     groups = found[0]
     assert sorted(place for group in groups for place in group) == list(range(count))
     assert max(map(len, groups)) <= _MOST_STACKED
