@@ -11,6 +11,7 @@ from jax import lax
 from jaxfp8._typing import Array
 from jaxfp8.numerics._exact import constant_like, widen
 from jaxfp8.numerics._granularity import AbstractGranularity
+from jaxfp8.numerics._per_block import is_explicit
 
 # The largest magnitude of each scale cell, that is of the values that share one scale.
 
@@ -118,7 +119,7 @@ def _are_rows_and_columns(x: Array, ordered: list[AbstractGranularity]) -> bool:
     if not all(type(size) is int and size for size in x.shape):  # symbolic, or empty
         return False
     # An Explicit mesh refuses some reshapes of split axes.
-    if jax.sharding.AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
+    if is_explicit(x):
         return False
     rows, columns = (
         [each.in_rows and each.has_cells_along(axis, x.ndim) for axis in range(x.ndim)]

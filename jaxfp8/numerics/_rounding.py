@@ -123,11 +123,8 @@ def kernel_cast(x: Array, multiplier: Array, format: Format) -> Array:
     convert two values in one instruction (PTX ISA, `cvt.rn.satfinite.e4m3x2.f32`).
     """
     x = to_float32(x)
-    return jnp.where(is_finite(x), _saturated(x, multiplier, format), jnp.nan).astype(format.dtype)
-
-
-def _saturated(x: Array, multiplier: Array, format: Format) -> Array:
-    return jnp.clip(x * multiplier, -format.max, format.max)
+    saturated = jnp.clip(x * multiplier, -format.max, format.max)
+    return jnp.where(is_finite(x), saturated, jnp.nan).astype(format.dtype)
 
 
 def _nearest(v: Array, format: Format) -> Array:

@@ -239,7 +239,8 @@ def _divide_in_integers(numerator: float, denominator: Array, *, exponent: int =
     # Both terms of the remainder have 48 bits and wrap around in int32. Their difference is at most
     # 2 * _SLACK * bottom, below 2^28, so it is exact.
     scaled = lax.select(
-        at_least_1, *(jnp.full_like(bottom, _wrap(top << shift)) for shift in (23, 24))
+        at_least_1,
+        *(jnp.full_like(bottom, np.int64(top << shift).astype(np.int32)) for shift in (23, 24)),
     )
     remainder = scaled - quotient * bottom
     missing = lax.div(remainder, bottom)
@@ -262,8 +263,3 @@ def _divide_in_integers(numerator: float, denominator: Array, *, exponent: int =
 def _estimate(dividend: Array, divisor: Array) -> Array:
     """`dividend / divisor`, within 2 units in the last place. A test replaces it by a worse one."""
     return dividend / divisor
-
-
-def _wrap(value: int) -> int:
-    """The signed 32-bit integer that equals `value` modulo 2^32."""
-    return (value + 2**31) % 2**32 - 2**31

@@ -24,6 +24,28 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxfp8._typing import Array, ArrayLike, Axes, DType
 from jaxfp8.numerics._formats import FLOAT_DTYPES
 
+
+class _FromArrays:
+    """A value [..., M, K], and the arrays that a kernel can compute it from as it reads them.
+
+    If nothing reads the value, XLA does not compute it.
+    """
+
+    value: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.value.ndim
+
+    @property
+    def dtype(self) -> DType:
+        return self.value.dtype
+
+
 # Rows of an array, gathered into tiles: what a quantizer of grouped matmuls reads.
 #
 # XLA fuses the gather into its own casts, but not into a kernel: the tiles would be written to
@@ -38,11 +60,11 @@ from jaxfp8.numerics._formats import FLOAT_DTYPES
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
-class Gathered:
+class Gathered(_FromArrays):
     """Tiles of adjacent rows, and the array that has the rows.
 
     Attributes:
-      value: [R, P, K], the tiles. If nothing reads it, XLA does not compute it.
+      value: [R, P, K], the tiles.
       rows: [T, K], the array.
       first_row: i32[R], the first row of each tile.
       count: i32[R], how many rows a tile has. Its other rows are 0.
@@ -52,18 +74,6 @@ class Gathered:
     rows: Array
     first_row: Array
     count: Array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.value.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.value.ndim
-
-    @property
-    def dtype(self) -> DType:
-        return self.value.dtype
 
 
 # The base class, and the result of a prologue with its operands.
@@ -155,27 +165,12 @@ def _rounded(x: Array, dtype: DType) -> Array:
     jax.tree_util.register_dataclass, data_fields=["value", "operands"], meta_fields=["prologue"]
 )
 @dataclasses.dataclass(frozen=True)
-class Produced:
-    """The result [..., M, K] of a prologue, and its operands: `value == prologue(*arrays)`.
-
-    If nothing reads the value, XLA does not compute it.
-    """
+class Produced(_FromArrays):
+    """The result of a prologue, and its operands: `value == prologue(*arrays)`."""
 
     value: Array
     operands: tuple[Array, ...]
     prologue: AbstractPrologue
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.value.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.value.ndim
-
-    @property
-    def dtype(self) -> DType:
-        return self.value.dtype
 
 
 Source: TypeAlias = Array | Produced | Gathered
@@ -194,7 +189,7 @@ def produce_again(prologue: AbstractPrologue, operands: tuple[Array, ...]) -> Pr
 
 def value_of(x: Source) -> Array:
     """x as an array. For the result of a prologue, and for gathered rows, it is `x.value`."""
-    return x.value if isinstance(x, Produced | Gathered) else x
+    return x.value if isinstance(x, _FromArrays) else x
 
 
 def prologue_of(x: Source) -> AbstractPrologue | None:
