@@ -142,15 +142,10 @@ class ScaleRule:
     def apply(
         self, amax: Array, format: Format, *, kernel_language: bool = False
     ) -> tuple[Array, Array]:
-        """The encoding multiplier [...] float32, and the scale [...] in its format.
+        """The encoding multiplier and the scale, for an amax [...] float32.
 
         With E8M0, an amax of zero, or one that counts as zero, gives byte 0 (2^-127). An amax of
-        inf or NaN gives byte 255 (NaN) and the multiplier 1.
-
-        Args:
-          amax: [...] float32.
-          format: the format of the values.
-          kernel_language: whether this is part of a kernel, which has no float64.
+        inf or NaN gives byte 255 (NaN) and the multiplier 1. Kernels have no float64.
         """
         if kernel_language:
             return self._apply(amax, format, kernel_language=True)
@@ -186,10 +181,10 @@ _ROUND_UP = 0x007FFFFF - 0x600000  # 0x600000 is the mantissa of 448 and 57344, 
 def _scale_exponent(amax: Array, format: Format, rounding: ScaleRounding = "rceil") -> Array:
     """The exponent k of a scale 2^k under which an amax fits the format, as k + 127, [...] int32.
 
-    "rceil" rounds `amax / format.max` up to a power of two, exactly, so no value overflows. "floor"
-    subtracts the exponent of `format.max` from that of amax. Its scale is half as large for some
-    amaxes. Then values above `format.max` saturate. For an amax below 2^-126 the result is below 1.
+    For an amax below 2^-126 it is below 1.
     """
+    # "rceil" rounds `amax / format.max` up to a power of two. "floor" subtracts the exponent of
+    # `format.max` from that of amax: values above `format.max` may saturate.
     # With amax = a * 2^E and format.max = 1.75 * 2^n, their quotient is above 2^(E - n) if and only
     # if a > 1.75. This sum then carries into the exponent, so it rounds up exactly.
     up = _ROUND_UP if rounding == "rceil" else 0
@@ -198,10 +193,8 @@ def _scale_exponent(amax: Array, format: Format, rounding: ScaleRounding = "rcei
 
 
 def _to_e8m0(exponent: Array, finite: Array) -> Array:
-    """`2**k` in E8M0, from `exponent`, which is k + 127, 0 to 254; NaN where not `finite`.
-
-    The byte is built from integers, because JAX casts a float 0 to the NaN of E8M0.
-    """
+    """`2**k` in E8M0, from `exponent`, which is k + 127, 0 to 254; NaN where not `finite`."""
+    # The byte is built from integers, because JAX casts a float 0 to the NaN of E8M0.
     byte = lax.select(finite, exponent, constant_like(exponent, E8M0.nan_byte)).astype(jnp.uint8)
     return lax.bitcast_convert_type(byte, E8M0.dtype)
 

@@ -78,8 +78,7 @@ class Gathered(_FromArrays):
 
 # The base class, and the result of a prologue with its operands.
 
-_STATISTIC = "jaxfp8.statistic"
-"""The name under which a statistic of rows is saved for the backward pass."""
+_STATISTIC = "jaxfp8.statistic"  # the name under which the backward pass finds one
 
 
 class AbstractPrologue(abc.ABC):
@@ -151,13 +150,10 @@ def _of_operands(prologue: AbstractPrologue, operands: tuple[Array, ...]) -> Arr
 
 
 def _rounded(x: Array, dtype: DType) -> Array:
-    """x in another dtype, rounded even if XLA fuses the conversion with its inverse.
-
-    XLA drops a conversion to bfloat16 and back if it fuses both. `reduce_precision` keeps the
-    rounding. It comes after the conversion and changes no value there. If it came before, XLA would
-    write h to memory as float32.
-    """
+    """x in another dtype, rounded even if XLA fuses the conversion with its inverse."""
     x = x.astype(dtype)
+    # XLA drops a conversion to bfloat16 and back if it fuses both. This keeps the rounding. It
+    # changes no value here. Before the conversion, XLA would write h to memory as float32.
     return lax.reduce_precision(x, 8, 7) if dtype == jnp.bfloat16 else x
 
 
@@ -178,22 +174,21 @@ Source: TypeAlias = Array | Produced | Gathered
 
 
 def produce(prologue: AbstractPrologue, *arrays: ArrayLike) -> Produced:
-    """The result of a prologue for these arrays, with its operands."""
     return Produced(prologue(*arrays), prologue.operands(*arrays), prologue)
 
 
 def produce_again(prologue: AbstractPrologue, operands: tuple[Array, ...]) -> Produced:
-    """The result of a prologue for operands that `produce` returned."""
+    """The same, from operands that `produce` returned."""
     return Produced(_of_operands(prologue, operands), operands, prologue)
 
 
 def value_of(x: Source) -> Array:
-    """x as an array. For the result of a prologue, and for gathered rows, it is `x.value`."""
+    """x as an array."""
     return x.value if isinstance(x, _FromArrays) else x
 
 
 def prologue_of(x: Source) -> AbstractPrologue | None:
-    """The prologue whose result x is; None if x is an array."""
+    """The prologue whose result x is, if any."""
     return x.prologue if isinstance(x, Produced) else None
 
 

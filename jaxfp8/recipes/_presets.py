@@ -345,7 +345,7 @@ def get(name: str, **fields: Any) -> Recipe:
 
 
 def make_preset(name: str, fields: dict[str, Any]) -> Recipe:
-    """See `get`. The fields are a dict, so that a field called "name" is an error of `get`, too."""
+    """`get`, with the fields as a dict: one of them may be called "name", which is an error."""
     if name not in PRESETS:
         raise ValueError(
             f"recipe {name!r} is unknown; use one of {sorted(PRESETS)}."
@@ -361,7 +361,6 @@ def make_preset(name: str, fields: dict[str, Any]) -> Recipe:
 
 
 def parameters_of(name: str) -> dict[str, inspect.Parameter]:
-    """The parameters of a preset, by name."""
     return dict(inspect.signature(PRESETS[name]).parameters)
 
 

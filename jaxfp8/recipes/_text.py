@@ -334,7 +334,6 @@ def _own_classes(quantizers: Mapping[str, type[AbstractQuantizer]] | None) -> Cl
 
 
 def _plain(value: Any, where: str, names: dict[type, str]) -> Any:
-    """A value of a field in its plain form."""
     if isinstance(value, Format):
         return value.name
     if isinstance(value, tuple):
@@ -355,7 +354,6 @@ def _plain(value: Any, where: str, names: dict[type, str]) -> Any:
 
 
 def _object(where: str, plain: Any, classes: Classes) -> Any:
-    """The object that a dict with a "class" describes."""
     if not isinstance(plain, Mapping) or "class" not in plain:
         raise ValueError(
             f"{where}={plain!r} must be a dict with a class, for instance "
@@ -389,7 +387,6 @@ def _object(where: str, plain: Any, classes: Classes) -> Any:
 
 
 def _plain_value(where: str, plain: Any) -> Any:
-    """The value of a field from its plain form."""
     if isinstance(plain, Mapping):
         return _object(where, plain, _GRANULARITIES)
     if isinstance(plain, list | tuple):
