@@ -226,11 +226,6 @@ class Cast:
         """The granularity of each copy."""
         return tuple(direction.granularity for direction in self.directions)
 
-    @functools.cached_property
-    def transposed(self) -> tuple[bool, ...]:
-        """Whether each copy is written transposed."""
-        return tuple(direction.transposed for direction in self.directions)
-
     def copies(
         self, values: tuple[Array, ...], scales: tuple[Array, ...], dtype: DType
     ) -> tuple[QuantizedTensor, ...]:

@@ -76,10 +76,8 @@ def constant_like(x: Array, value: float) -> Array:
 # A float32 quotient with the same bits on every chip, whatever a compiler makes of the division.
 
 
-def divide(
-    numerator: float, denominator: Array, *, exponent: int = 0, clamped: bool = True
-) -> Array:
-    """`numerator / denominator * 2**exponent`, correctly rounded and clamped to [2^-126, 2^126].
+def divide(numerator: float, denominator: Array, *, clamped: bool = True) -> Array:
+    """`numerator / denominator`, correctly rounded and clamped to [2^-126, 2^126].
 
     The denominators [...] are positive, finite and normal. The clamp keeps both the quotient and
     its inverse normal numbers. Without it, the quotient must be in range, or is inf or NaN.
@@ -89,7 +87,7 @@ def divide(
     # quotient is off by 2^-53 of itself, and by at most 2^-51 if a compiler multiplies by the
     # inverse. So it rounds as the exact one does.
     with jax.enable_x64(True):  # for these operations only; no result is float64
-        top = np.float64(np.float32(numerator)) * 2.0**exponent
+        top = np.float64(np.float32(numerator))
         wide = lax.convert_element_type(denominator, np.float64)
         if clamped:
             # The division comes last, because XLA computes what follows it once for each use.

@@ -63,13 +63,12 @@ def encoding_multiplier(
     References:
       TransformerEngine user guide, FP8 delayed scaling.
     """
-    # This constant gives the multiplier 1.
     largest = format.max * 2.0**-margin
     like = lax.full_like if kernel_language else constant_like
-    amax = lax.select(is_usable(amax), amax, like(amax, largest))
+    amax = lax.select(is_usable(amax), amax, like(amax, largest))  # gives the multiplier 1
     if not power_of_two:
         quotient = _divide_in_integers if kernel_language else divide
-        return quotient(format.max, amax, exponent=-margin)
+        return quotient(largest, amax)
     # The multiplier rounded down is the inverse of the scale rounded up. `_scale_exponent` has that
     # exactly, without a division.
     exponent = (2 * BIAS - margin) - _scale_exponent(amax, format)
@@ -209,11 +208,11 @@ _SLACK = 4
 
 # jit compiles these forty operations as one. One by one, the first eager call of each shape
 # would take a second.
-@functools.partial(jax.jit, static_argnames=("numerator", "exponent"), inline=True)
-def _divide_in_integers(numerator: float, denominator: Array, *, exponent: int = 0) -> Array:
+@functools.partial(jax.jit, static_argnames="numerator", inline=True)
+def _divide_in_integers(numerator: float, denominator: Array) -> Array:
     """`divide` without float64."""
     # Both significands are integers in [2^23, 2^24). The quotient is
-    # top / bottom * 2^(top_exponent - bottom_exponent + exponent).
+    # top / bottom * 2^(top_exponent - bottom_exponent).
     top, top_exponent = np.frexp(np.float32(numerator))
     top = int(top * 2**24)
     bits = lax.bitcast_convert_type(denominator, jnp.int32)
@@ -243,7 +242,7 @@ def _divide_in_integers(numerator: float, denominator: Array, *, exponent: int =
     # 2 * quotient + 1 would divide `top`: an odd number of 25 bits, where `top` has 24.
     quotient = quotient + jnp.where(2 * remainder > bottom, 1, 0)
 
-    power = int(top_exponent) + exponent - bottom_exponent - jnp.where(at_least_1, 0, 1)
+    power = int(top_exponent) - bottom_exponent - jnp.where(at_least_1, 0, 1)
     # The leading bit of the quotient, 2^23, adds 1 to the exponent field: hence 126, not 127. A
     # carry to 2^24 adds 2, which is right, too. This clip keeps the shift inside 32 bits.
     biased = jnp.clip(power + 126, -1, 253)
