@@ -177,12 +177,7 @@ OPERANDS: dict[Matmul, tuple[Tensor, Tensor]] = {
 
 
 def inverse_permutation(axes: Axes) -> Axes:
-    """The permutation that undoes `axes`.
-
-    Example:
-      >>> inverse_permutation((2, 0, 1))
-      (1, 2, 0)
-    """
+    """The permutation that undoes `axes`."""
     return tuple(axes.index(axis) for axis in range(len(axes)))
 
 

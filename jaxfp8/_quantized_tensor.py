@@ -127,7 +127,7 @@ class QuantizedTensor:
 
 
 def validate(tensor: QuantizedTensor, name: str = "tensor") -> None:
-    """Raise TypeError or ValueError if an invariant of `QuantizedTensor` does not hold."""
+    """Check the invariants of `QuantizedTensor`."""
     validate_types(tensor, name)
     check_scale(tensor, name, "fp8.quantize(x, ...)")
 
@@ -159,11 +159,7 @@ def validate_types(tensor: QuantizedTensor, name: str) -> None:
 
 
 def check_scale(tensor: QuantizedTensor, name: str, cure: str) -> None:
-    """Raise ValueError if a scale cannot be that of a cast. `cure` is the call that makes it anew.
-
-    Negation, a zero or an average of the arrays of a tree makes such scales. A program cannot stop
-    for a value, so tracers are not checked.
-    """
+    """Raise ValueError if a scale cannot be that of a cast. `cure` is the call that makes it."""
     for scale in _known(tensor.scale):
         mantissa = np.frexp(scale)[0]  # 0.5 for powers of two; that of inf is inf
         fits = np.isnan(scale) | (mantissa == 0.5 if tensor.power_of_two else mantissa > 0)
@@ -191,14 +187,11 @@ def _known(scale: Any) -> list[np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Direction:
-    """One FP8 copy of an array, for the matmuls that contract the same axes of it.
-
-    `transposed`: the last two axes are transposed in memory, as Hopper's matmuls read an operand
-    of which they contract the first of the two. The shape of the copy is still that of the array.
-    XLA chooses layouts itself. Its backend only keeps the transposition behind the cast.
-    """
+    """One FP8 copy of an array, for the matmuls that contract the same axes of it."""
 
     granularity: AbstractGranularity
+    # Hopper's matmuls contract the last axis in memory. So the last two are transposed there, and
+    # the shape of the copy stays. XLA's backend keeps the transposition behind the cast at most.
     transposed: bool = False
 
 
@@ -233,11 +226,6 @@ class Cast:
         """The granularity of each copy."""
         return tuple(direction.granularity for direction in self.directions)
 
-    @functools.cached_property
-    def transposed(self) -> tuple[bool, ...]:
-        """Whether each copy is written transposed."""
-        return tuple(direction.transposed for direction in self.directions)
-
     def copies(
         self, values: tuple[Array, ...], scales: tuple[Array, ...], dtype: DType
     ) -> tuple[QuantizedTensor, ...]:
@@ -250,8 +238,7 @@ class Cast:
 
 # CastExtras: what a cast kernel returns besides the copies, because it reads the array anyway.
 
-_SIDE = 128
-"""The side of the square tiles for which kernels return one amax each: T of `_mosaic_tiles.py`."""
+_SIDE = 128  # of the square tiles for which kernels return one amax: T of `_mosaic_tiles.py`
 
 
 class CastExtras(NamedTuple):

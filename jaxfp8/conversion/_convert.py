@@ -162,7 +162,10 @@ def convert(
     else:
         raise TypeError(_no_model(model))
     seen: Seen = room.look(model, plan, example)
-    found = [_with_repeats(layer, seen) for layer in seen.layers.values()]
+    found = [
+        dataclasses.replace(layer, repeated=layer.repeated or layer.path in seen.in_loops)
+        for layer in seen.layers.values()
+    ]
     plan = _of_model(plan, seen, keep_first, keep_last)
     _check_used(given, found)
     decisions = {layer: plan.decide(layer) for layer in found}
@@ -227,16 +230,14 @@ def _cure(layers: Iterable[Layer]) -> str:
 
 
 def _example(inputs: Any, arguments: Any) -> Example | None:
-    if inputs is None:
-        if arguments is not None:
-            return Example((), dict(arguments))
+    if inputs is arguments is None:
         return None
-    if not isinstance(inputs, tuple):
+    if not isinstance(inputs, tuple | None):
         raise TypeError(
             f"inputs is of type {type(inputs).__name__}, but the tuple of the positional arguments "
             "of a call is needed. Write inputs=(x,)."
         )
-    return Example(inputs, dict(arguments or {}))
+    return Example(inputs or (), dict(arguments or {}))
 
 
 def _of_model(plan: Plan, seen: Seen, keep_first: int, keep_last: int) -> Plan:
@@ -247,13 +248,8 @@ def _of_model(plan: Plan, seen: Seen, keep_first: int, keep_last: int) -> Plan:
         kept_blocks=_ends_of(stacks, keep_first, keep_last),
         blocks=frozenset(block for stack in stacks for block in stack),
         # Positions and types of tokens have smaller tables.
-        vocabularies=frozenset([max(seen.vocabularies)] if seen.vocabularies else []),
+        vocabulary=max(seen.vocabularies, default=None),
     )
-
-
-def _with_repeats(layer: Layer, seen: Seen) -> Layer:
-    """The layer, marked if a loop runs it for a stack of layers."""
-    return dataclasses.replace(layer, repeated=layer.repeated or layer.path in seen.in_loops)
 
 
 def _coverage_of(

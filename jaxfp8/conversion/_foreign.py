@@ -11,7 +11,7 @@ import jax
 from jaxfp8._typing import Array
 from jaxfp8.conversion._rule import CONVOLUTION, LOOKUP, TIED, UNKNOWN, Layer
 from jaxfp8.jaxprs._data_flow import labels_of, reads_into, union_of_labels
-from jaxfp8.jaxprs._flops import CONVOLUTIONS, MATMULS, is_in_layer
+from jaxfp8.jaxprs._flops import CONVOLUTIONS, MATMULS, flops_of, is_in_layer
 
 # Layers that are not flax's: what `layers=` of `fp8.convert` says of them.
 
@@ -22,7 +22,7 @@ Foreign: TypeAlias = tuple[tuple[type, Compute], ...]
 
 
 def compute_of(foreign: Foreign, kind: type) -> Compute | None:
-    """The function for a class or one of its bases. None if there is none."""
+    """The function for a class or one of its bases, if any."""
     return next((compute for base, compute in foreign if issubclass(kind, base)), None)
 
 
@@ -44,14 +44,12 @@ class OneCallEinsum:
 
 # Which parameters the code of a model multiplies outside of its layers.
 
+# The label of what is no weight: inputs, results of matmuls and layers, what they are mixed with. A
+# parameter stays a weight while it is cast, cut, reshaped or combined with other parameters, with
+# other variables of the model, or with constants: masks and keys of random numbers. What the
+# program makes of nothing has no label. Such is the matrix that resizes a table of positions, so a
+# table stays a weight there, and nothing is multiplied by it.
 _ACTIVATION = 0b1
-"""The label of what is no weight: inputs, results of matmuls and layers, what they are mixed with.
-
-A parameter stays a weight while it is cast, cut, reshaped or combined with other parameters, with
-other variables of the model, or with constants: masks and keys of random numbers. What the program
-makes of nothing has no label. Such is the matrix that resizes a table of positions, so a table
-stays a weight there, and nothing is multiplied by it.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,14 +141,4 @@ def _hides_a_matmul(eqn: Any) -> bool:
     if reads_into(eqn):
         return False
     inner = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values()))]
-    return any(_multiplies(program) for program in inner if hasattr(program, "eqns"))
-
-
-def _multiplies(jaxpr: Any) -> bool:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in (*MATMULS, *CONVOLUTIONS):
-            return True
-        inner = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values()))]
-        if any(_multiplies(program) for program in inner if hasattr(program, "eqns")):
-            return True
-    return False
+    return any(flops_of(program) for program in inner if hasattr(program, "eqns"))

@@ -14,19 +14,14 @@ A module may run another one by its `apply` or `init`, with variables of its own
 begin anew, so they would meet those of the model, and nobody keeps states for them. So scopes of
 the model carry a flag, which flax hands on to all scopes inside, and those of other runs lack it.
 What lacks it runs as before the conversion.
-
-`nn.jit` keeps compiled functions by the fields of a module, which conversion does not change. So
-the plan is also a context that JAX knows (`jax.make_user_context`). Every cache of JAX has it in
-its key, and a converted model never runs a function that was compiled for another one.
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -34,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.core import freeze, unfreeze
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxfp8._call import Example
 from jaxfp8._typing import FP8StateError, PyTree
@@ -44,7 +40,7 @@ from jaxfp8.conversion._foreign import (
     uses_of,
 )
 from jaxfp8.conversion._linen_layers import KNOWN, Known, matmul_of, see_kernel
-from jaxfp8.conversion._plan import Plan
+from jaxfp8.conversion._plan import Decision, Plan
 from jaxfp8.conversion._rule import APPLIED, FP8, Layer, Seen, own_matmul, size_of_einsum
 from jaxfp8.jaxprs._flops import flops_of, in_loops, layer_scope
 from jaxfp8.linen._matmul_module import MatmulModule
@@ -59,62 +55,40 @@ from jaxfp8.state._state import is_state
 
 
 def _together(variables: PyTree) -> dict[str, Any]:
-    """The variables while a converted model runs: states are in "params".
-
-    FP8StateError if a parameter has the path of a state.
-    """
-    plain: dict[str, Any] = unfreeze(variables)
-    states, others = _split(plain.get(COLLECTION, {}))
-    params = _merged(plain.get("params", {}), states, ())
-    rest = {name: tree for name, tree in plain.items() if name not in ("params", COLLECTION)}
-    return rest | {"params": params} | ({COLLECTION: others} if others else {})
+    """The variables while a converted model runs: states are in "params"."""
+    plain: dict[str, Any] = dict(unfreeze(variables))
+    states, others = _split(plain.pop(COLLECTION, {}))
+    params = _flat(plain.get("params", {}))
+    if both := sorted(params.keys() & states.keys()):
+        raise FP8StateError(
+            f"{'/'.join(both[0])} is both in 'params' and in {COLLECTION!r}. Pass the parameters "
+            "of the model and the quantizer states apart, as model.init returns them."
+        )
+    plain["params"] = unflatten_dict(params | states)
+    return plain | ({COLLECTION: unflatten_dict(others)} if others else {})
 
 
 def _apart(variables: PyTree) -> dict[str, Any]:
     """The variables after a converted model ran: states are in their own collection."""
     plain: dict[str, Any] = dict(unfreeze(variables))
-    if "params" not in plain:
+    states, params = _split(plain.get("params", {}))
+    if not states:
         return plain
-    states, params = _split(plain["params"])
-    if params or not states:
-        plain["params"] = params or {}
-    else:
+    plain[COLLECTION] = unflatten_dict(_flat(plain.get(COLLECTION, {})) | states)
+    plain["params"] = unflatten_dict(params)
+    if not params:
         del plain["params"]
-    if states:
-        plain[COLLECTION] = _merged(plain.get(COLLECTION, {}), states, ())
     return plain
 
 
-def _split(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The states of a tree of dicts, and the rest. Neither has a dict for the other alone."""
-    states: dict[str, Any] = {}
-    rest: dict[str, Any] = {}
-    for name, node in tree.items():
-        if isinstance(node, Mapping):
-            for part, inner in zip((states, rest), _split(node), strict=True):
-                if inner or (part is rest and not node):
-                    part[name] = inner
-        elif is_state(node):
-            states[name] = node
-        else:
-            rest[name] = node
-    return states, rest
+_flat = functools.partial(flatten_dict, keep_empty_nodes=True)
 
 
-def _merged(first: PyTree, second: PyTree, path: tuple[str, ...]) -> dict[str, Any]:
-    merged = dict(first)
-    for name, node in second.items():
-        here = (*path, name)
-        if name not in merged:
-            merged[name] = node
-        elif isinstance(node, Mapping) and isinstance(merged[name], Mapping):
-            merged[name] = _merged(merged[name], node, here)
-        else:
-            raise FP8StateError(
-                f"{'/'.join(here)} is both in 'params' and in {COLLECTION!r}. Pass the parameters "
-                "of the model and the quantizer states apart, as model.init returns them."
-            )
-    return merged
+def _split(tree: PyTree) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """The states of a tree of dicts by their paths, and the rest."""
+    flat = _flat(tree)
+    states = {path: node for path, node in flat.items() if is_state(node)}
+    return states, {path: node for path, node in flat.items() if path not in states}
 
 
 # Interception: what runs in place of the methods of a model.
@@ -139,37 +113,34 @@ _OURS = "jaxfp8"
 """The flag of the scopes of a model, and of no other run inside of it."""
 
 
-_running: contextvars.ContextVar[_Running | None] = contextvars.ContextVar("_running", default=None)
-
-
-_planned: Any = jax.make_user_context(None)
+# The `_Running` of the innermost model. It is a context that JAX knows: every cache of JAX has it
+# in its key. `nn.jit` keeps compiled functions by the fields of a module, which conversion does not
+# change. So without it, a model would run functions that were compiled for another one. Equal plans
+# use the functions of each other. A look finds none, because each `Seen` is another one.
+_running: Any = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
 def _run(plan: Plan, depth: int, seen: Seen | None = None) -> Iterator[None]:
     """Intercept all calls of layers, and compute them as the plan says."""
     running = _Running(plan, depth, seen)
-    token = _running.set(running)
-    try:
-        # Equal plans may use the programs of each other. A look finds none: it must see each call.
-        planned = _planned(plan if seen is None else seen)
-        with planned, nn.intercept_methods(functools.partial(_intercept, running)):
-            yield
-    finally:
-        _running.reset(token)
+    with _running(running), nn.intercept_methods(functools.partial(_intercept, running)):
+        yield
 
 
 def _intercept(
     running: _Running, next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any
 ) -> Any:
-    if _running.get() is not running:
+    if _running.value is not running:
         return next_fun(*args, **kwargs)  # a converted model inside this one decides
     module, method = context.module, getattr(context.orig_method, "func", None)
     if module.scope is None or not module.scope.has_flag(_OURS):
         return _run_apart(running, module, next_fun, args, kwargs)
     path = "/".join(module.path[running.depth :])
     if running.seen is not None:
-        _see_module(running.seen, path, module)
+        running.seen.modules.setdefault(path, type(module))
+        if isinstance(module, nn.Embed):
+            running.seen.vocabularies.add(module.num_embeddings)
     compute = compute_of(running.plan.foreign, type(module))
     try:
         if compute is not None and context.method_name == "__call__":
@@ -191,31 +162,21 @@ def _intercept(
     return y
 
 
-def _see_module(seen: Seen, path: str, module: nn.Module) -> None:
-    """Note a module whose call begins."""
-    seen.modules.setdefault(path, type(module))
-    if isinstance(module, nn.Embed):
-        seen.vocabularies.add(module.num_embeddings)
-
-
 def _run_apart(
     running: _Running, module: nn.Module, next_fun: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """A call of a module that an `apply` or `init` inside of the model runs. It stays as it is."""
-    token = _running.set(None)
-    try:
+    with _running(None):
         if running.seen is None or module.scope is None or module.is_initializing():
             return next_fun(*args, **kwargs)
         path = f"{running.seen.caller}/({module.name or type(module).__name__})".removeprefix("/")
         running.seen.add(Layer(path=path, type=type(module), obstacle=APPLIED))
         with layer_scope(path):
             return next_fun(*args, **kwargs)
-    finally:
-        _running.reset(token)
 
 
 def _mark(module: nn.Module) -> None:
-    """Mark the scopes of a module, and of modules in its fields, which flax has bound already."""
+    """Mark the scopes of a module, and of modules in its fields."""
     scope: Any = module.scope  # flax's annotation leaves scopes out
     if scope is None:
         return
@@ -230,49 +191,50 @@ def _call(
     running: _Running, path: str, module: nn.Module, known: Known, next_fun: Any, args: Any,
     kwargs: Any,
 ) -> Any:  # fmt: skip
-    """A call of one of flax's layers."""
-    layer = _layer_of(path, module, known, args, kwargs)
-    if running.seen is not None:
-        running.seen.add(layer)
-        with layer_scope(path):
-            return next_fun(*args, **kwargs)
-    decision = running.plan.decide(layer)
-    if decision.recipe is None:
-        return next_fun(*args, **kwargs)
-    with _planned(None):  # matmuls share their traces with those of the backward pass
-        return known.run(module, decision, next_fun, *args, **kwargs)
-
-
-def _layer_of(path: str, module: nn.Module, known: Known, args: Any, kwargs: Any) -> Layer:
-    """The layer whose known method is called."""
-    size = known.size(module, *args, **kwargs)
     own = own_matmul(module, ("dot_general", "dot_general_cls"), jax.lax.dot_general)
-    obstacle = FP8 if isinstance(module, MatmulModule) else own
-    return Layer(
-        path=path, type=type(module), shape=size.shape, batch=size.batch, obstacle=obstacle
-    )
+    layer = Layer(
+        path=path, type=type(module), **known.size(module, *args, **kwargs)._asdict(),
+        obstacle=FP8 if isinstance(module, MatmulModule) else own,
+    )  # fmt: skip
+    return _multiply(
+        running, layer,
+        lambda: next_fun(*args, **kwargs),
+        lambda decision: known.run(module, decision, next_fun, *args, **kwargs),
+    )  # fmt: skip
 
 
 def _einsum_of(
     running: _Running, path: str, module: nn.Module, equation: str, x: Any, w: Any, **options: Any
 ) -> Any:
-    """The einsum of a layer that is not flax's."""
     name = NAME
     if _shares_scope(module):
         if running.seen is not None:
             running.seen.shared_scopes.add(path)
         path, name = f"{path}/{module.name}".removeprefix("/"), f"{NAME}_{module.name}"
     size = size_of_einsum(equation, jnp.shape(x), jnp.shape(w))
-    layer = Layer(path=path, type=type(module), shape=size.shape, batch=size.batch)
+    return _multiply(
+        running, Layer(path=path, type=type(module), **size._asdict()),
+        lambda: jnp.einsum(equation, x, w, **options),
+        lambda decision: matmul_of(einsum, module, decision, name)(equation, x, w, **options),
+    )  # fmt: skip
+
+
+def _multiply(
+    running: _Running,
+    layer: Layer,
+    plain: Callable[[], Any],
+    in_fp8: Callable[[Decision], Any],
+) -> Any:
+    """The result of a layer, as the plan says. A look notes the layer and leaves it as it is."""
     if running.seen is not None:
         running.seen.add(layer)
-        with layer_scope(path):
-            return jnp.einsum(equation, x, w, **options)
+        with layer_scope(layer.path):
+            return plain()
     decision = running.plan.decide(layer)
     if decision.recipe is None:
-        return jnp.einsum(equation, x, w, **options)
-    with _planned(None):
-        return matmul_of(einsum, module, decision, name)(equation, x, w, **options)
+        return plain()
+    with _running(None):  # matmuls share their traces with those of the backward pass
+        return in_fp8(decision)
 
 
 def _shares_scope(module: nn.Module) -> bool:
@@ -333,17 +295,16 @@ def _see_uses(seen: Seen, program: Any, variables: PyTree) -> None:
 
 
 def converted(model: nn.Module, plan: Plan, example: Example, rngs: Any) -> Any:
-    """The model with the matmuls in FP8 that the plan says, after a trace of `init` and `apply`.
+    """The model with the matmuls in FP8 that the plan says.
 
-    A layer that cannot take its recipe raises its error in that trace. If states get lost in their
-    own collection, because a transformation of the model does not hand it on, they move to
-    "params".
+    `init` and `apply` are traced, so a layer that cannot take its recipe raises its error now.
     """
     del rngs  # linen passes keys at each call
     new = _made(model, plan)
     try:
         _check(new, example)
     except FP8StateError:
+        # A transformation of the model does not hand on the collection of states.
         new = _made(model, dataclasses.replace(plan, states_in_params=True))
         _check(new, example)
     return new
@@ -367,15 +328,19 @@ def _check(model: nn.Module, example: Example) -> None:
 
 
 def _made(model: nn.Module, plan: Plan) -> Any:
-    """An instance of the subclass, with the fields of the model."""
-    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init}
-    cls: Any = type(model)
-    return _subclass(cls, plan)(**fields)
+    return _made_again(type(model), _fields_of(model), plan)
 
 
-@functools.cache
+def _made_again(kind: type, fields: dict[str, Any], plan: Plan) -> Any:
+    return _subclass(kind, plan)(**fields)
+
+
+def _fields_of(model: Any) -> dict[str, Any]:
+    return {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init}
+
+
+@functools.cache  # one subclass for equal plans, so that equal models are equal
 def _subclass(kind: type, plan: Plan) -> type:
-    """One subclass for equal plans, so that equal models are equal."""
     names = [
         name
         for name in dir(kind)
@@ -388,15 +353,11 @@ def _subclass(kind: type, plan: Plan) -> type:
 
 
 def _entry(method: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
-    """A method of a converted model, under the interceptor.
-
-    `apply` sets the interceptor, too. This one serves models that are bound, or a part of another.
-    There, states stay in their own collection.
-    """
-
+    # `apply` sets the interceptor, too. This one serves models that are bound, or a part of
+    # another. There, states stay in their own collection.
     @functools.wraps(method)  # also copies the marks by which flax knows its own methods
     def entered(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        running = _running.get()
+        running = _running.value
         inside = running is not None and running.plan is plan
         if inside or module.scope is None:
             return method(module, *args, **kwargs)
@@ -453,9 +414,4 @@ class Converted:
             home.reset(token)
 
     def __reduce__(self: Any) -> Any:
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
-        return _made_again, (self.fp8_model, fields, self.fp8_plan)
-
-
-def _made_again(kind: type, fields: dict[str, Any], plan: Plan) -> Any:
-    return _subclass(kind, plan)(**fields)
+        return _made_again, (self.fp8_model, _fields_of(self), self.fp8_plan)

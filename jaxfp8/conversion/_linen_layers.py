@@ -137,8 +137,7 @@ def _run_attend(module: nn.Embed, decision: Decision, next_fun: Any, query: Any)
 
 
 def _raw(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that an interceptor sees as `context.orig_method.func`."""
-    return getattr(method, "__wrapped__", method)
+    return getattr(method, "__wrapped__", method)  # what interceptors see as orig_method.func
 
 
 KNOWN: dict[Callable[..., Any], Known] = {

@@ -64,32 +64,30 @@ class _Known(NamedTuple):
     fp8: type
 
 
-def _kernel_shape(layer: Any) -> tuple[int, ...]:
-    return tuple(layer.kernel.get_raw_value().shape)
+def _shape(param: Any) -> tuple[int, ...]:
+    return tuple(getattr(param.get_raw_value(), "shape", ()))
 
 
 def _linear_size(layer: nnx.Linear) -> tuple[Size, tuple[int, ...]]:
-    *stacked, k, n = _kernel_shape(layer)
+    *stacked, k, n = _shape(layer.kernel)
     return Size((1, k, n)), tuple(stacked)
 
 
 def _general_size(layer: nnx.LinearGeneral) -> tuple[Size, tuple[int, ...]]:
     sides = (tuple(layer.batch_axis.values()), layer.in_features, layer.out_features)
     batch, k, n = map(math.prod, sides)
-    shape = _kernel_shape(layer)
+    shape = _shape(layer.kernel)
     return Size((1, k, n), batch), shape[: len(shape) - sum(map(len, sides))]
 
 
 def _einsum_size(layer: nnx.Einsum) -> tuple[Size, tuple[int, ...]]:
-    shape, own = _kernel_shape(layer), tuple(layer.kernel_shape)
-    equation = layer.einsum_str.replace(" ", "").replace("...", "")
-    before, _, after = (
-        layer.einsum_str.replace(" ", "").split("->")[0].split(",")[1].partition("...")
-    )
+    shape, own = _shape(layer.kernel), tuple(layer.kernel_shape)
+    inputs, kernel = layer.einsum_str.replace(" ", "").split("->")[0].split(",")
+    before, _, after = kernel.partition("...")
     named = own[: len(before)] + own[len(own) - len(after) :]  # without the axes of "..."
     sizes = dict(zip(before + after, named, strict=True))
-    inputs = equation.split(",")[0]
-    one = size_of_einsum(equation, tuple(sizes.get(name, 1) for name in inputs), named)
+    lhs = tuple(sizes.get(name, 1) for name in inputs.replace("...", ""))
+    one = size_of_einsum(layer.einsum_str.replace("...", ""), lhs, named)
     return one, shape[: len(shape) - len(own)]
 
 
@@ -114,7 +112,7 @@ def _attending(kind: type) -> type:
 
 
 def _embed_size(layer: nnx.Embed) -> tuple[Size, tuple[int, ...]]:
-    *stacked, n, k = layer.embedding.get_raw_value().shape
+    *stacked, n, k = _shape(layer.embedding)
     return Size((1, k, n)), tuple(stacked)
 
 
@@ -129,7 +127,7 @@ _KNOWN: dict[type, _Known] = {
 
 
 def _known_of(module: nnx.Module, foreign: Foreign) -> _Known | None:
-    """How to convert a module. None if it is no layer of a known type."""
+    """How to convert a module, if it is a layer of a known type."""
     if (compute := compute_of(foreign, type(module))) is not None:
         return _Known(FP8EinsumOp, _EINSUM, jnp.einsum, None, _computed(type(module), compute))
     known = next((known for kind, known in _KNOWN.items() if isinstance(module, kind)), None)
@@ -143,7 +141,6 @@ _EINSUM = "fp8_einsum"
 
 @functools.cache
 def _computed(kind: type, compute: Compute) -> type:
-    """The class of a layer that is not flax's, with `compute` as its call."""
 
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
         return compute(layer, OneCallEinsum(getattr(layer, _EINSUM)), *args, **kwargs)
@@ -152,11 +149,9 @@ def _computed(kind: type, compute: Compute) -> type:
 
 
 def _give_matmul(layer: Any, known: _Known, matmul: Any) -> None:
-    """Let a layer multiply with `matmul`. The layer is a copy that the caller made.
-
-    Classes of flax keep the matmul in an attribute. A layer of exactly such a class becomes one of
-    ours, which also sums the gradient of the bias in the matmul. A class of the user stays.
-    """
+    """Let a layer multiply with `matmul`. The layer is a copy that the caller made."""
+    # A layer of exactly a class of flax becomes one of ours, which also sums the gradient of the
+    # bias in the matmul. A class of the user stays, and gets the attribute alone.
     converts = isinstance(matmul, AbstractFP8Matmul) and type(layer) in _KNOWN
     if converts or known.size is None or isinstance(layer, nnx.Embed):
         # nnx would note an attribute "__class__" in the graph of the model.
@@ -168,31 +163,27 @@ def _give_matmul(layer: Any, known: _Known, matmul: Any) -> None:
     setattr(layer, known.attribute, nnx.data(matmul) if isinstance(matmul, nnx.Module) else matmul)
 
 
-class _Watch:
+def _watched(function: Any, layer: Layer, seen: Seen) -> Callable[..., Array]:
     """A matmul that notes its size, for a model that is only looked at."""
 
-    def __init__(self, layer: Layer, seen: Seen, function: Any) -> None:
-        self._layer, self._seen, self._function = layer, seen, function
-
-    def __call__(self, *operands: Any, **options: Any) -> Array:
+    def multiply(*operands: Any, **options: Any) -> Array:
         if isinstance(operands[0], str):
             equation, x, w = operands[:3]
             size = size_of_einsum(equation, jnp.shape(x), jnp.shape(w))
         else:
             x, w, dimension_numbers = operands[:3]
             size = _size_of_dot(jnp.shape(x), jnp.shape(w), dimension_numbers)
-        self._seen.add(
-            dataclasses.replace(self._layer, shape=size.shape, batch=size.batch, counted=True)
-        )
-        with layer_scope(self._layer.path):
-            y: Array = self._function(*operands, **options)
+        seen.add(dataclasses.replace(layer, **size._asdict(), counted=True))
+        with layer_scope(layer.path):
+            y: Array = function(*operands, **options)
         return y
+
+    return multiply
 
 
 def _size_of_dot(
     lhs: tuple[int, ...], rhs: tuple[int, ...], dimension_numbers: DotDimensionNumbers
 ) -> Size:
-    """The size of `lax.dot_general` of an input and a kernel of these shapes."""
     (contracted, _), (shared, _) = dimension_numbers
     k = math.prod(lhs[axis] for axis in contracted)
     batch = math.prod(lhs[axis] for axis in shared)
@@ -201,7 +192,6 @@ def _size_of_dot(
 
 
 def _obstacle_of(layer: nnx.Module, known: _Known) -> str:
-    """Why a layer of a known type cannot run in FP8. "" if it can."""
     attributes = (known.attribute, "dot_general_cls")
     if any(isinstance(getattr(layer, name, None), AbstractFP8Matmul) for name in attributes):
         return FP8
@@ -233,8 +223,13 @@ def _place(model: nnx.Module, path: Iterable[Any]) -> list[int]:
 
 
 def _copy(model: Any) -> Any:
-    """A copy of all modules. It shares the Variables."""
-    return nnx.merge(*nnx.split(model))
+    return nnx.merge(*nnx.split(model))  # of all modules. It shares the Variables
+
+
+def _function_of(model: Any) -> tuple[Callable[..., Any], nnx.State]:
+    """A call of the model as a function of its state and of the arguments, and the state."""
+    graphdef, state = nnx.split(model)
+    return lambda state, *args, **kwargs: nnx.merge(graphdef, state)(*args, **kwargs), state
 
 
 def look(model: nnx.Module, plan: Plan, example: Example | None) -> Seen:
@@ -265,8 +260,8 @@ def _layer(path: str, module: nnx.Module, plan: Plan) -> Layer | None:
         return Layer(path=path, type=type(module), obstacle=LOOKUP)
     size, stacked = known.size(module)
     return Layer(
-        path=path, type=type(module), shape=size.shape, batch=size.batch, counted=False,
-        repeated=bool(stacked), obstacle=_obstacle_of(module, known),
+        path=path, type=type(module), **size._asdict(), counted=False, repeated=bool(stacked),
+        obstacle=_obstacle_of(module, known),
     )  # fmt: skip
 
 
@@ -288,10 +283,6 @@ def _obstacle(module: nnx.Module) -> str:
         return "a linen model: convert it before nnx.bridge.ToNNX"
     kernels = [each for each in _params(vars(module)) if len(_shape(each)) > 1]
     return UNSEEN if kernels else ""
-
-
-def _shape(param: nnx.Variable[Any]) -> tuple[int, ...]:
-    return tuple(getattr(param.get_raw_value(), "shape", ()))
 
 
 def _params(node: Any) -> Iterator[nnx.Param[Any]]:
@@ -317,11 +308,9 @@ def _see_call(model: nnx.Module, plan: Plan, example: Example, seen: Seen) -> No
             continue  # an FP8 layer already, whose matmul holds state
         if isinstance(module, nnx.Embed) or known.size is None:
             layer = dataclasses.replace(layer, obstacle="")
-        _give_matmul(module, known, _Watch(layer, called, own or known.default))
-    graphdef, state = nnx.split(copy)
-    program = example.jaxpr(
-        lambda state, *args, **kwargs: nnx.merge(graphdef, state)(*args, **kwargs), state
-    )
+        _give_matmul(module, known, _watched(own or known.default, layer, called))
+    call, state = _function_of(copy)
+    program = example.jaxpr(call, state)
     seen.flops, seen.in_loops = flops_of(program), in_loops(program)
     for path, layer in seen.layers.items():
         uncalled = dataclasses.replace(layer, calls=0)
@@ -382,8 +371,5 @@ def converted(model: M, plan: Plan, example: Example | None, rngs: Any) -> M:
             matmul.state = nnx.data(FP8State(unset_state(decision.recipe.rows, stacked)))
         _give_matmul(module, known, matmul)
     if example is not None:
-        graphdef, state = nnx.split(copy)
-        example.shapes(
-            lambda state, *args, **kwargs: nnx.merge(graphdef, state)(*args, **kwargs), state
-        )
+        example.shapes(*_function_of(copy))
     return copy

@@ -43,7 +43,6 @@ def stacks_of(modules: Iterable[str], layers: Iterable[str]) -> list[list[str]]:
 
 
 def _is_inside(path: str, block: str) -> bool:
-    """Whether a path is below that of a block."""
     return path.startswith(f"{block}/")
 
 
@@ -95,7 +94,7 @@ class Plan:
       keep: kinds of layers that stay in high precision.
       kept_blocks: paths of blocks that stay in high precision.
       blocks: paths of all blocks. What is in a block is no head of the model.
-      vocabularies: the number of rows of the model's largest embedding.
+      vocabulary: the number of rows of the model's largest embedding, if it has one.
       foreign: classes of layers that are not flax's, and how to compute them.
       options: the options of all matmuls, as sorted pairs. A rule may replace them.
       decided: the decisions for the layers of the example call, as pairs (path, decision). They do
@@ -108,7 +107,7 @@ class Plan:
     keep: tuple[Kept, ...] = KEPT
     kept_blocks: frozenset[str] = frozenset()
     blocks: frozenset[str] = frozenset()
-    vocabularies: frozenset[int] = frozenset()
+    vocabulary: int | None = None
     foreign: Foreign = ()
     options: tuple[tuple[str, Any], ...] = ()
     decided: tuple[tuple[str, Decision], ...] = ()
@@ -157,16 +156,15 @@ class Plan:
         if layer.repeated or any(_is_inside(layer.path, block) for block in self.blocks):
             return False
         named = _OUTER_HEAD.fullmatch(layer.name) is not None
-        return named or layer.shape[2] in self.vocabularies
+        return named or layer.shape[2] == self.vocabulary
 
     def _slow(self, layer: Layer) -> str:
-        """The estimate, if FP8 is slower than bfloat16 on the chip of the kernels."""
+        """The reason, if FP8 is estimated to be slower than bfloat16 on the chip of the kernels."""
         kernels: Kernels | None = dict(self.options).get("kernels")
         if kernels is None or kernels.chip is None or layer.batch != 1 or not layer.counted:
             return ""  # nothing to estimate for
-        speedup = roofline(
-            (layer.shape[0], layer.shape[1], layer.shape[2]), recipe=self.recipe, kernels=kernels
-        ).speedup
+        m, k, n = layer.shape
+        speedup = roofline((m, k, n), recipe=self.recipe, kernels=kernels).speedup
         return "" if speedup >= 1 else f"slow: estimated {speedup:.2f}x on {kernels.chip}"
 
 

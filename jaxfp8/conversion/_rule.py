@@ -174,6 +174,7 @@ class Rule:
 # `Seen`: what a model is made of.
 
 
+@dataclasses.dataclass(eq=False)
 class Seen:
     """The modules and layers of a model, in the order in which they were seen.
 
@@ -188,25 +189,21 @@ class Seen:
       shared_scopes: paths whose kernels belong to layers with longer paths (`nn.share_scope`).
     """
 
-    def __init__(self) -> None:
-        self.modules: dict[str, type] = {}
-        self.layers: dict[str, Layer] = {}
-        self.caller = ""
-        self.kernels: dict[str, frozenset[str]] = {}
-        self.vocabularies: set[int] = set()
-        self.flops: Counter[str] = Counter()
-        self.in_loops: frozenset[str] = frozenset()
-        self.shared_scopes: set[str] = set()
+    modules: dict[str, type] = dataclasses.field(default_factory=dict)
+    layers: dict[str, Layer] = dataclasses.field(default_factory=dict)
+    caller: str = ""
+    kernels: dict[str, frozenset[str]] = dataclasses.field(default_factory=dict)
+    vocabularies: set[int] = dataclasses.field(default_factory=set)
+    flops: Counter[str] = dataclasses.field(default_factory=Counter)
+    in_loops: frozenset[str] = frozenset()
+    shared_scopes: set[str] = dataclasses.field(default_factory=set)
 
     def add(self, layer: Layer) -> None:
         """Note a call of a layer."""
-        known = self.layers.get(layer.path)
-        if known is None:
-            self.layers[layer.path] = layer
-        else:
+        if known := self.layers.get(layer.path):
             # An embedding that is looked up, and then used as a head, counts as the head.
-            kept = layer if layer.shape else known
-            self.layers[layer.path] = dataclasses.replace(kept, calls=known.calls + 1)
+            layer = dataclasses.replace(layer if layer.shape else known, calls=known.calls + 1)
+        self.layers[layer.path] = layer
 
 
 # The size of a matmul, from its dimension numbers or its equation.

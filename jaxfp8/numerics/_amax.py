@@ -11,12 +11,14 @@ from jax import lax
 from jaxfp8._typing import Array
 from jaxfp8.numerics._exact import constant_like, widen
 from jaxfp8.numerics._granularity import AbstractGranularity
+from jaxfp8.numerics._per_block import is_explicit
 
 # The largest magnitude of each scale cell, that is of the values that share one scale.
 
 
 def magnitude(x: Array, *, kernel_language: bool = False) -> Array:
-    """`|x|`, [...], with inf for NaN, so that no maximum loses it."""
+    """`|x|`, [...], with inf for NaN."""
+    # XLA:CPU's maximum of floats loses NaN in larger arrays (seen with 4,096 elements).
     largest = jnp.abs(x)
     like = lax.full_like if kernel_language else constant_like
     return lax.select(largest == largest, largest, like(largest, np.inf))  # NaN differs from itself
@@ -28,13 +30,6 @@ def amax(x: Array, granularity: AbstractGranularity) -> Array:
 
     It is inf if the cell holds an inf or a NaN, and 0 if the cell is empty. It may be below 2^-126.
     Scale rules and ledgers count such an amax as zero.
-
-    NaN becomes inf before a maximum of floats, because XLA:CPU's loses NaN in larger arrays (seen
-    with 4,096 elements). The maximum is taken in the dtype of x, because XLA would write a float32
-    copy of x to memory between two reductions. XLA:CPU does so even then, for 16-bit floats. So on
-    CPUs it is a maximum of bits: magnitudes are ordered as their bits are, and the bits of NaN are
-    above those of inf. (On GPUs XLA would send 16-bit integers to other devices as 32 bits.) As
-    float32 numbers the bits would be reduced faster, but XLA:CPU would write these to memory, too.
 
     Args:
       x: [...] floating point.
@@ -52,6 +47,9 @@ def amax(x: Array, granularity: AbstractGranularity) -> Array:
     """
 
     def of_bits(x: Array) -> Array:
+        # Magnitudes are ordered as their bits are, and the bits of NaN are above those of inf. For
+        # a maximum of 16-bit floats, XLA:CPU would write a float32 copy of x to memory. (On GPUs
+        # XLA would send 16-bit integers to other devices as 32 bits.)
         integers = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
         without_sign = (1 << (8 * x.dtype.itemsize - 1)) - 1
         bits = lax.bitcast_convert_type(x, integers) & integers.type(without_sign)
@@ -59,7 +57,8 @@ def amax(x: Array, granularity: AbstractGranularity) -> Array:
         return widen(lax.bitcast_convert_type(largest, x.dtype))
 
     def of_floats(x: Array) -> Array:
-        # The conversion to float32 is monotonic, so it may follow the maximum.
+        # The maximum is taken in the dtype of x, because XLA would write a float32 copy of x to
+        # memory between two reductions. The conversion is monotonic, so it may follow.
         return widen(granularity.maximum(magnitude(x)))
 
     return lax.platform_dependent(x, cpu=of_bits, default=of_floats)
@@ -79,11 +78,9 @@ _LEAST_PART = 128  # of a row, for a warp to reduce at once
 def amaxes(
     x: Array, granularities: Sequence[AbstractGranularity]
 ) -> dict[AbstractGranularity, Array]:
-    """`amax` of each granularity.
-
-    XLA reduces rows and columns in two kernels, and each of them reads x. On CUDA a large x is read
-    once for both.
-    """
+    """`amax` of each granularity."""
+    # XLA reduces rows and columns in two kernels, and each of them reads x. On CUDA a large x is
+    # read once for both.
     granularities = tuple(dict.fromkeys(granularities))
     ordered = sorted(granularities, key=lambda each: each.has_cells_along(-1, x.ndim))
     if not _are_rows_and_columns(x, ordered) or not (rows := rows_read_together(x.shape[-2])):
@@ -101,12 +98,7 @@ def amaxes(
 
 
 def rows_read_together(rows: int) -> int:
-    """The size of a group of rows of which one kernel finds all amaxes; 0 for few rows.
-
-    Example:
-      >>> rows_read_together(8192), rows_read_together(5120), rows_read_together(1024)
-      (16, 10, 0)
-    """
+    """The size of a group of rows of which one kernel finds all amaxes; 0 for few rows."""
     sizes = range(_LEAST_ROWS, _MOST_ROWS + 1)
     return max((size for size in sizes if rows and rows % (_GROUPS * size) == 0), default=0)
 
@@ -118,7 +110,7 @@ def _are_rows_and_columns(x: Array, ordered: list[AbstractGranularity]) -> bool:
     if not all(type(size) is int and size for size in x.shape):  # symbolic, or empty
         return False
     # An Explicit mesh refuses some reshapes of split axes.
-    if jax.sharding.AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
+    if is_explicit(x):
         return False
     rows, columns = (
         [each.in_rows and each.has_cells_along(axis, x.ndim) for axis in range(x.ndim)]
@@ -155,11 +147,9 @@ def _rows_and_columns(x: Array, columns: AbstractGranularity, rows: int) -> list
 
 
 def _parts(columns: int) -> int:
-    """In how many parts a row is reduced.
-
-    A mesh axis of up to that many devices that splits the columns splits the parts, too. Along a
-    split axis, XLA would gather results of all members.
-    """
+    """In how many parts a row is reduced."""
+    # A mesh axis of up to that many devices that splits the columns splits the parts, too. Along a
+    # split axis, XLA would gather results of all members.
     parts = 1
     while columns % (2 * parts) == 0 and columns // (2 * parts) >= _LEAST_PART:
         parts *= 2

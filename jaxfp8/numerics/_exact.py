@@ -63,10 +63,8 @@ def to_float32(x: Array) -> Array:
 
 
 def constant_like(x: Array, value: float) -> Array:
-    """`value` in the shape and dtype of x [...], computed from x, so that JAX does not move it.
-
-    XLA knows that the result does not depend on x, and folds it into the operation that reads it.
-    """
+    """`value` in the shape and dtype of x [...], computed from x, so that JAX does not move it."""
+    # XLA knows that the result does not depend on x, and folds it into the operation that reads it.
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return (x & 0) | int(value)
     integers = np.dtype(f"int{8 * x.dtype.itemsize}")
@@ -78,21 +76,18 @@ def constant_like(x: Array, value: float) -> Array:
 # A float32 quotient with the same bits on every chip, whatever a compiler makes of the division.
 
 
-def divide(
-    numerator: float, denominator: Array, *, exponent: int = 0, clamped: bool = True
-) -> Array:
-    """`numerator / denominator * 2**exponent`, correctly rounded and clamped to [2^-126, 2^126].
+def divide(numerator: float, denominator: Array, *, clamped: bool = True) -> Array:
+    """`numerator / denominator`, correctly rounded and clamped to [2^-126, 2^126].
 
     The denominators [...] are positive, finite and normal. The clamp keeps both the quotient and
     its inverse normal numbers. Without it, the quotient must be in range, or is inf or NaN.
-
-    Why is it exact? The quotient of two significands of 24 bits is a float32, or it is at least
-    2^-49 of itself away from every number of 25 bits, where rounding to float32 changes its result.
-    A float64 quotient is off by 2^-53 of itself, and by at most 2^-51 if a compiler multiplies by
-    the inverse.
     """
+    # The quotient of two significands of 24 bits is a float32, or it is at least 2^-49 of itself
+    # away from every number of 25 bits, where rounding to float32 changes its result. A float64
+    # quotient is off by 2^-53 of itself, and by at most 2^-51 if a compiler multiplies by the
+    # inverse. So it rounds as the exact one does.
     with jax.enable_x64(True):  # for these operations only; no result is float64
-        top = np.float64(np.float32(numerator)) * 2.0**exponent
+        top = np.float64(np.float32(numerator))
         wide = lax.convert_element_type(denominator, np.float64)
         if clamped:
             # The division comes last, because XLA computes what follows it once for each use.
@@ -119,13 +114,10 @@ def power_of_two(exponent: Array) -> Array:
 
 
 def factors_of(scale: Array) -> tuple[Array, ...]:
-    """Factors, normal float32 numbers, whose product is the scale.
-
-    A float32 scale is its only factor. An E8M0 scale has two, because 2^-127 is subnormal in
-    float32 and would be flushed. `times` multiplies by them.
-    """
+    """Factors, normal float32 numbers, whose product is the scale. `times` multiplies by them."""
     if scale.dtype != E8M0.dtype:
         return (scale,)
+    # Two, because 2^-127 is subnormal in float32 and would be flushed.
     byte = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
     both = byte + BIAS  # the sum of the biased exponents of the factors
     half = both >> 1
@@ -136,10 +128,7 @@ def factors_of(scale: Array) -> tuple[Array, ...]:
 
 
 def times(x: Array, factors: Sequence[Array]) -> Array:
-    """x [...] times each factor, one after the other. It is exact wherever the result is normal.
-
-    An inf may become the largest finite number.
-    """
+    """x [...] times each factor, exact wherever the result is normal. An inf may become finite."""
     first, *others = factors
     product = x * first
     largest = np.asarray(jnp.finfo(x.dtype).max, x.dtype)

@@ -55,13 +55,15 @@ class AbstractGranularity(abc.ABC):
     def maximum(self, magnitude: Array) -> Array:
         """The largest magnitude of each scale cell, in the shape of the scale; 0 if empty."""
 
-    @abc.abstractmethod
     def expand(self, scale: Array, shape: tuple[int, ...]) -> Array:
         """A scale, or an array of its shape, in a form that broadcasts to values of this shape."""
+        del shape
+        return scale
 
-    @abc.abstractmethod
     def for_matmul(self, kept: Axes, ndim: int) -> "AbstractGranularity":
         """The granularity of an operand of a matmul that keeps the axes `kept`, ascending."""
+        del kept, ndim
+        return self
 
     @abc.abstractmethod
     def transpose(self, permutation: Axes) -> "AbstractGranularity":
@@ -89,14 +91,6 @@ class PerTensor(AbstractGranularity):
 
     def maximum(self, magnitude: Array) -> Array:
         return jnp.max(magnitude, initial=0.0)
-
-    def expand(self, scale: Array, shape: tuple[int, ...]) -> Array:
-        del shape
-        return scale
-
-    def for_matmul(self, kept: Axes, ndim: int) -> "PerTensor":
-        del kept, ndim
-        return self
 
     def transpose(self, permutation: Axes) -> "PerTensor":
         del permutation
@@ -151,14 +145,6 @@ class PerAxis(AbstractGranularity):
         kept = self._kept(magnitude.ndim)
         inside = tuple(axis for axis in range(magnitude.ndim) if axis not in kept)
         return jnp.max(magnitude, axis=inside, initial=0.0, keepdims=True)
-
-    def expand(self, scale: Array, shape: tuple[int, ...]) -> Array:
-        del shape
-        return scale
-
-    def for_matmul(self, kept: Axes, ndim: int) -> "PerAxis":
-        del kept, ndim
-        return self
 
     def transpose(self, permutation: Axes) -> "PerAxis":
         kept = self._kept(len(permutation))

@@ -37,16 +37,7 @@ def split_axis(x: Array, axis: int, cells: int) -> Array:
 
 
 def merge_axes(x: Array, counts: Axes) -> Array:
-    """x with neighbouring axes merged. Count 0 gives a new axis of size 1.
-
-    On an Explicit mesh devices may split the first axis of each group. If they split another one,
-    JAX's rule decides about the sharding.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> merge_axes(jnp.ones((2, 3, 4)), (1, 2, 0)).shape
-      (2, 12, 1)
-    """
+    """x with neighbouring axes merged. Counts (1, 2, 0) make [2, 12, 1] of [2, 3, 4]."""
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     groups = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
     shape = tuple(math.prod(x.shape[axis] for axis in group) for group in groups)
@@ -60,7 +51,7 @@ def merge_axes(x: Array, counts: Axes) -> Array:
         # Axes of size 1 have no values to order, so they may stand anywhere in a group.
         longer = [axis for axis in group if x.shape[axis] != 1]
         if any(devices_of(sharding.mesh, sharding.spec[axis]) > 1 for axis in longer[1:]):
-            return x.reshape(shape)
+            return x.reshape(shape)  # only the first axis of a group may be split. JAX decides
         entries.append(sharding.spec[longer[0]] if longer else None)
     return _reshape(x, shape, entries)
 
@@ -132,11 +123,6 @@ class PerBlock(AbstractGranularity):
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  # tiles are few, and hashable
     def along(self, ndim: int) -> tuple[int, ...]:
-        """The tile of an array of `ndim` axes, one size for each axis.
-
-        Raises:
-          ValueError: if the array has fewer axes than the tile.
-        """
         if len(self.tile) > ndim:
             raise ValueError(
                 f"granularity {self!r} does not fit an array of {ndim} axes. Its tile has "
@@ -219,10 +205,7 @@ class PerBlock(AbstractGranularity):
 
 
 def _trailing(tile: tuple[int, ...]) -> PerBlock:
-    """The granularity with this tile, without leading sides of 1, but with two sides.
-
-    So equal tiles compare equal.
-    """
+    """The granularity with this tile, in the one form in which equal tiles compare equal."""
     first = next(axis for axis, size in enumerate(tile) if size > 1)
     return PerBlock(tile[min(first, max(len(tile) - 2, 0)) :])
 

@@ -77,10 +77,8 @@ def saturating_cast(
 
 
 def _converted(x: Array, multiplier: Array, *, format: Format) -> Array:
-    """The cast by XLA's conversion, which XLA:CPU does not fold away, [...] in `format.dtype`.
-
-    It has less than half of the operations of `_built`, so programs compile in less time.
-    """
+    """The cast by XLA's conversion, which XLA:CPU does not fold away."""
+    # It has less than half of the operations of `_built`, so programs compile in less time.
     x = widen(x)
     magnitude = jnp.abs(x)
     zero = magnitude - magnitude  # NaN if x is not finite
@@ -94,12 +92,10 @@ def _converted(x: Array, multiplier: Array, *, format: Format) -> Array:
 
 
 def _built(x: Array, multiplier: Array, *, format: Format, key: Array | None = None) -> Array:
-    """The cast by integer arithmetic on the bits of a float32, [...] in `format.dtype`.
-
-    The payload is built as a byte. A plain conversion to FP8 could lose the rounding. On GPUs, XLA
-    by default folds float32 -> FP8 -> bfloat16 into float32 -> bfloat16
-    (`xla_allow_excess_precision=true`). A byte that is bitcast cannot be folded, under any option.
-    """
+    """The cast by integer arithmetic on the bits of a float32."""
+    # A plain conversion to FP8 could lose the rounding. On GPUs, XLA by default folds float32 ->
+    # FP8 -> bfloat16 into float32 -> bfloat16 (`xla_allow_excess_precision=true`). A byte that is
+    # bitcast cannot be folded, under any option.
     x = widen(x)
     magnitude = jnp.abs(x)
     zero = magnitude - magnitude  # NaN if x is not finite
@@ -117,25 +113,16 @@ def _built(x: Array, multiplier: Array, *, format: Format, key: Array | None = N
 
 
 def kernel_cast(x: Array, multiplier: Array, format: Format) -> Array:
-    """`saturating_cast` to nearest inside a Pallas kernel.
-
-    XLA does not look into kernels, so it cannot fold a conversion there. Hopper and Blackwell
-    convert two values in one instruction (PTX ISA, `cvt.rn.satfinite.e4m3x2.f32`).
-    """
+    """`saturating_cast` to nearest inside a Pallas kernel."""
+    # XLA does not look into kernels, so it cannot fold a conversion there. Hopper and Blackwell
+    # convert two values in one instruction (PTX ISA, `cvt.rn.satfinite.e4m3x2.f32`).
     x = to_float32(x)
-    return jnp.where(is_finite(x), _saturated(x, multiplier, format), jnp.nan).astype(format.dtype)
-
-
-def _saturated(x: Array, multiplier: Array, format: Format) -> Array:
-    return jnp.clip(x * multiplier, -format.max, format.max)
+    saturated = jnp.clip(x * multiplier, -format.max, format.max)
+    return jnp.where(is_finite(x), saturated, jnp.nan).astype(format.dtype)
 
 
 def _nearest(v: Array, format: Format) -> Array:
-    """The format's value nearest to v, ties to even: its byte is the last byte of an int32 [...].
-
-    v must be in [0, `format.max`]. The largest value is one of the format, so rounding cannot
-    overflow.
-    """
+    """The byte, in an int32 [...], of the format's value nearest to v in [0, `format.max`]."""
     fraction = _FLOAT32_MANTISSA - format.mantissa_bits  # mantissa bits that the format lacks
     # Subnormals of the format have the spacing of its smallest normal values.
     smallest = (format.min_exponent + 127) << _FLOAT32_MANTISSA
@@ -155,10 +142,7 @@ def _nearest(v: Array, format: Format) -> Array:
 
 
 def _stochastic(v: Array, format: Format, key: Array) -> Array:
-    """Rounds v, in [0, `format.max`], to a value of the format, as float32.
-
-    The probability of rounding v up is the dropped fraction, rounded down to a multiple of 2^-32.
-    """
+    """Rounds v, in [0, `format.max`], to a value of the format, as float32."""
     biased = lax.bitcast_convert_type(v, jnp.uint32) >> 23
     exponent = jnp.maximum(biased.astype(jnp.int32) - 127, format.min_exponent)
     # The spacing of the format at v is a power of two. So the product with its inverse, the floor
@@ -166,6 +150,7 @@ def _stochastic(v: Array, format: Format, key: Array) -> Array:
     spacing = power_of_two(exponent - format.mantissa_bits)
     steps = v * power_of_two(format.mantissa_bits - exponent)
     whole = jnp.floor(steps)
+    # The probability of rounding up is the dropped fraction, down to a multiple of 2^-32.
     threshold = ((steps - whole) * 2.0**32).astype(jnp.uint32)
     up = jax.random.bits(key, v.shape, jnp.uint32) < threshold
     return (whole + up.astype(jnp.float32)) * spacing

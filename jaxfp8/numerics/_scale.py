@@ -63,13 +63,12 @@ def encoding_multiplier(
     References:
       TransformerEngine user guide, FP8 delayed scaling.
     """
-    # This constant gives the multiplier 1.
     largest = format.max * 2.0**-margin
     like = lax.full_like if kernel_language else constant_like
-    amax = lax.select(is_usable(amax), amax, like(amax, largest))
+    amax = lax.select(is_usable(amax), amax, like(amax, largest))  # gives the multiplier 1
     if not power_of_two:
         quotient = _divide_in_integers if kernel_language else divide
-        return quotient(format.max, amax, exponent=-margin)
+        return quotient(largest, amax)
     # The multiplier rounded down is the inverse of the scale rounded up. `_scale_exponent` has that
     # exactly, without a division.
     exponent = (2 * BIAS - margin) - _scale_exponent(amax, format)
@@ -142,15 +141,10 @@ class ScaleRule:
     def apply(
         self, amax: Array, format: Format, *, kernel_language: bool = False
     ) -> tuple[Array, Array]:
-        """The encoding multiplier [...] float32, and the scale [...] in its format.
+        """The encoding multiplier and the scale, for an amax [...] float32.
 
         With E8M0, an amax of zero, or one that counts as zero, gives byte 0 (2^-127). An amax of
-        inf or NaN gives byte 255 (NaN) and the multiplier 1.
-
-        Args:
-          amax: [...] float32.
-          format: the format of the values.
-          kernel_language: whether this is part of a kernel, which has no float64.
+        inf or NaN gives byte 255 (NaN) and the multiplier 1. Kernels have no float64.
         """
         if kernel_language:
             return self._apply(amax, format, kernel_language=True)
@@ -186,10 +180,10 @@ _ROUND_UP = 0x007FFFFF - 0x600000  # 0x600000 is the mantissa of 448 and 57344, 
 def _scale_exponent(amax: Array, format: Format, rounding: ScaleRounding = "rceil") -> Array:
     """The exponent k of a scale 2^k under which an amax fits the format, as k + 127, [...] int32.
 
-    "rceil" rounds `amax / format.max` up to a power of two, exactly, so no value overflows. "floor"
-    subtracts the exponent of `format.max` from that of amax. Its scale is half as large for some
-    amaxes. Then values above `format.max` saturate. For an amax below 2^-126 the result is below 1.
+    For an amax below 2^-126 it is below 1.
     """
+    # "rceil" rounds `amax / format.max` up to a power of two. "floor" subtracts the exponent of
+    # `format.max` from that of amax: values above `format.max` may saturate.
     # With amax = a * 2^E and format.max = 1.75 * 2^n, their quotient is above 2^(E - n) if and only
     # if a > 1.75. This sum then carries into the exponent, so it rounds up exactly.
     up = _ROUND_UP if rounding == "rceil" else 0
@@ -198,10 +192,8 @@ def _scale_exponent(amax: Array, format: Format, rounding: ScaleRounding = "rcei
 
 
 def _to_e8m0(exponent: Array, finite: Array) -> Array:
-    """`2**k` in E8M0, from `exponent`, which is k + 127, 0 to 254; NaN where not `finite`.
-
-    The byte is built from integers, because JAX casts a float 0 to the NaN of E8M0.
-    """
+    """`2**k` in E8M0, from `exponent`, which is k + 127, 0 to 254; NaN where not `finite`."""
+    # The byte is built from integers, because JAX casts a float 0 to the NaN of E8M0.
     byte = lax.select(finite, exponent, constant_like(exponent, E8M0.nan_byte)).astype(jnp.uint8)
     return lax.bitcast_convert_type(byte, E8M0.dtype)
 
@@ -216,11 +208,11 @@ _SLACK = 4
 
 # jit compiles these forty operations as one. One by one, the first eager call of each shape
 # would take a second.
-@functools.partial(jax.jit, static_argnames=("numerator", "exponent"), inline=True)
-def _divide_in_integers(numerator: float, denominator: Array, *, exponent: int = 0) -> Array:
+@functools.partial(jax.jit, static_argnames="numerator", inline=True)
+def _divide_in_integers(numerator: float, denominator: Array) -> Array:
     """`divide` without float64."""
     # Both significands are integers in [2^23, 2^24). The quotient is
-    # top / bottom * 2^(top_exponent - bottom_exponent + exponent).
+    # top / bottom * 2^(top_exponent - bottom_exponent).
     top, top_exponent = np.frexp(np.float32(numerator))
     top = int(top * 2**24)
     bits = lax.bitcast_convert_type(denominator, jnp.int32)
@@ -239,7 +231,8 @@ def _divide_in_integers(numerator: float, denominator: Array, *, exponent: int =
     # Both terms of the remainder have 48 bits and wrap around in int32. Their difference is at most
     # 2 * _SLACK * bottom, below 2^28, so it is exact.
     scaled = lax.select(
-        at_least_1, *(jnp.full_like(bottom, _wrap(top << shift)) for shift in (23, 24))
+        at_least_1,
+        *(jnp.full_like(bottom, np.int64(top << shift).astype(np.int32)) for shift in (23, 24)),
     )
     remainder = scaled - quotient * bottom
     missing = lax.div(remainder, bottom)
@@ -249,7 +242,7 @@ def _divide_in_integers(numerator: float, denominator: Array, *, exponent: int =
     # 2 * quotient + 1 would divide `top`: an odd number of 25 bits, where `top` has 24.
     quotient = quotient + jnp.where(2 * remainder > bottom, 1, 0)
 
-    power = int(top_exponent) + exponent - bottom_exponent - jnp.where(at_least_1, 0, 1)
+    power = int(top_exponent) - bottom_exponent - jnp.where(at_least_1, 0, 1)
     # The leading bit of the quotient, 2^23, adds 1 to the exponent field: hence 126, not 127. A
     # carry to 2^24 adds 2, which is right, too. This clip keeps the shift inside 32 bits.
     biased = jnp.clip(power + 126, -1, 253)
@@ -262,8 +255,3 @@ def _divide_in_integers(numerator: float, denominator: Array, *, exponent: int =
 def _estimate(dividend: Array, divisor: Array) -> Array:
     """`dividend / divisor`, within 2 units in the last place. A test replaces it by a worse one."""
     return dividend / divisor
-
-
-def _wrap(value: int) -> int:
-    """The signed 32-bit integer that equals `value` modulo 2^32."""
-    return (value + 2**31) % 2**32 - 2**31

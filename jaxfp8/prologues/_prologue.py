@@ -24,34 +24,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxfp8._typing import Array, ArrayLike, Axes, DType
 from jaxfp8.numerics._formats import FLOAT_DTYPES
 
-# Rows of an array, gathered into tiles: what a quantizer of grouped matmuls reads.
-#
-# XLA fuses the gather into its own casts, but not into a kernel: the tiles would be written to
-# memory and read again. So kernels in Pallas read the rows where they are.
-#
-# Letters: T rows, R tiles of P rows, K values of a row.
 
+class _FromArrays:
+    """A value [..., M, K], and the arrays that a kernel can compute it from as it reads them.
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["value", "rows", "first_row", "count"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class Gathered:
-    """Tiles of adjacent rows, and the array that has the rows.
-
-    Attributes:
-      value: [R, P, K], the tiles. If nothing reads it, XLA does not compute it.
-      rows: [T, K], the array.
-      first_row: i32[R], the first row of each tile.
-      count: i32[R], how many rows a tile has. Its other rows are 0.
+    If nothing reads the value, XLA does not compute it.
     """
 
     value: Array
-    rows: Array
-    first_row: Array
-    count: Array
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,10 +46,39 @@ class Gathered:
         return self.value.dtype
 
 
+# Rows of an array, gathered into tiles: what a quantizer of grouped matmuls reads.
+#
+# XLA fuses the gather into its own casts, but not into a kernel: the tiles would be written to
+# memory and read again. So kernels in Pallas read the rows where they are.
+#
+# Letters: T rows, R tiles of P rows, K values of a row.
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["value", "rows", "first_row", "count"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Gathered(_FromArrays):
+    """Tiles of adjacent rows, and the array that has the rows.
+
+    Attributes:
+      value: [R, P, K], the tiles.
+      rows: [T, K], the array.
+      first_row: i32[R], the first row of each tile.
+      count: i32[R], how many rows a tile has. Its other rows are 0.
+    """
+
+    value: Array
+    rows: Array
+    first_row: Array
+    count: Array
+
+
 # The base class, and the result of a prologue with its operands.
 
-_STATISTIC = "jaxfp8.statistic"
-"""The name under which a statistic of rows is saved for the backward pass."""
+_STATISTIC = "jaxfp8.statistic"  # the name under which the backward pass finds one
 
 
 class AbstractPrologue(abc.ABC):
@@ -141,13 +150,10 @@ def _of_operands(prologue: AbstractPrologue, operands: tuple[Array, ...]) -> Arr
 
 
 def _rounded(x: Array, dtype: DType) -> Array:
-    """x in another dtype, rounded even if XLA fuses the conversion with its inverse.
-
-    XLA drops a conversion to bfloat16 and back if it fuses both. `reduce_precision` keeps the
-    rounding. It comes after the conversion and changes no value there. If it came before, XLA would
-    write h to memory as float32.
-    """
+    """x in another dtype, rounded even if XLA fuses the conversion with its inverse."""
     x = x.astype(dtype)
+    # XLA drops a conversion to bfloat16 and back if it fuses both. This keeps the rounding. It
+    # changes no value here. Before the conversion, XLA would write h to memory as float32.
     return lax.reduce_precision(x, 8, 7) if dtype == jnp.bfloat16 else x
 
 
@@ -155,27 +161,12 @@ def _rounded(x: Array, dtype: DType) -> Array:
     jax.tree_util.register_dataclass, data_fields=["value", "operands"], meta_fields=["prologue"]
 )
 @dataclasses.dataclass(frozen=True)
-class Produced:
-    """The result [..., M, K] of a prologue, and its operands: `value == prologue(*arrays)`.
-
-    If nothing reads the value, XLA does not compute it.
-    """
+class Produced(_FromArrays):
+    """The result of a prologue, and its operands: `value == prologue(*arrays)`."""
 
     value: Array
     operands: tuple[Array, ...]
     prologue: AbstractPrologue
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.value.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.value.ndim
-
-    @property
-    def dtype(self) -> DType:
-        return self.value.dtype
 
 
 Source: TypeAlias = Array | Produced | Gathered
@@ -183,22 +174,21 @@ Source: TypeAlias = Array | Produced | Gathered
 
 
 def produce(prologue: AbstractPrologue, *arrays: ArrayLike) -> Produced:
-    """The result of a prologue for these arrays, with its operands."""
     return Produced(prologue(*arrays), prologue.operands(*arrays), prologue)
 
 
 def produce_again(prologue: AbstractPrologue, operands: tuple[Array, ...]) -> Produced:
-    """The result of a prologue for operands that `produce` returned."""
+    """The same, from operands that `produce` returned."""
     return Produced(_of_operands(prologue, operands), operands, prologue)
 
 
 def value_of(x: Source) -> Array:
-    """x as an array. For the result of a prologue, and for gathered rows, it is `x.value`."""
-    return x.value if isinstance(x, Produced | Gathered) else x
+    """x as an array."""
+    return x.value if isinstance(x, _FromArrays) else x
 
 
 def prologue_of(x: Source) -> AbstractPrologue | None:
-    """The prologue whose result x is; None if x is an array."""
+    """The prologue whose result x is, if any."""
     return x.prologue if isinstance(x, Produced) else None
 
 

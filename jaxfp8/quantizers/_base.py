@@ -12,7 +12,7 @@ from jaxfp8._typing import Array, Rounding
 from jaxfp8.kernels.cast._api import KnownScale, cast_copies
 from jaxfp8.numerics._exact import TINY
 from jaxfp8.numerics._formats import E8M0, VALUE_FORMATS, Format
-from jaxfp8.numerics._granularity import AbstractGranularity
+from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
 from jaxfp8.numerics._scale import ScaleRule, inverse
 from jaxfp8.prologues._prologue import Source
 
@@ -32,7 +32,7 @@ class Fault(NamedTuple):
 def _faults_of_values(
     scale: np.ndarray, history: np.ndarray, nonfinite_steps: np.ndarray
 ) -> list[Fault]:
-    """Values that no row may hold: scales f32[...], histories f32[..., H] and counts f32[...]."""
+    """Values that no row may hold, whatever `update` computes."""
     in_range = (scale == 0) | ((scale >= TINY) & (scale <= 1 / TINY))  # False for NaN
     finite = np.all(np.isfinite(history), axis=-1)
     whole = nonfinite_steps == np.floor(nonfinite_steps)
@@ -98,12 +98,13 @@ class ScaleInputs(NamedTuple):
 class AbstractQuantizer(abc.ABC):
     """Chooses the scale of one operand and casts it. Subclasses are frozen, hashable dataclasses.
 
-    A subclass defines `granularity` and `value_format`. Most subclasses override one more method:
+    A subclass defines `value_format`, and `granularity` if it has more than one scale. Most
+    subclasses override one more method:
 
     - `scale_of_amax`, to compute the scale from an amax in another way.
     - `choose_scale`, to take the scale from another source.
-    - `update`, to remember amaxes in another way. Such a quantizer has `stateful = True` and the
-      granularity `PerTensor()`.
+    - `update`, to remember amaxes in another way. Such a quantizer has `stateful = True` and one
+      scale.
 
     Example:
       >>> import dataclasses
@@ -111,7 +112,6 @@ class AbstractQuantizer(abc.ABC):
       >>> import jaxfp8 as fp8
       >>> @dataclasses.dataclass(frozen=True)
       ... class Roomy(fp8.quantizers.AbstractQuantizer):  # leaves room for values twice as large
-      ...     granularity: fp8.PerTensor = fp8.PerTensor()
       ...     value_format: fp8.quantizers.Format = fp8.E4M3
       ...     def scale_of_amax(self, amax):
       ...         return super().scale_of_amax(2 * amax)
@@ -121,8 +121,8 @@ class AbstractQuantizer(abc.ABC):
       Array([[18.]], dtype=float32)
     """
 
-    granularity: AbstractGranularity
-
+    granularity: AbstractGranularity = PerTensor()
+    """Which values share a scale."""
     stateful: ClassVar[bool] = False
     """Whether scales come from a row of quantizer state, which `update` computes after a step."""
     uses_amax: ClassVar[bool] = True
@@ -135,10 +135,7 @@ class AbstractQuantizer(abc.ABC):
     @property
     @abc.abstractmethod
     def value_format(self) -> Format | None:
-        """The format of the result; None if the operand stays in high precision.
-
-        If it is None, `choose_scale` and `quantize` are not called.
-        """
+        """The format of the result; None if the operand stays in high precision."""
 
     @property
     def rule(self) -> ScaleRule:
@@ -157,14 +154,10 @@ class AbstractQuantizer(abc.ABC):
         return KnownScale(*self.rule.apply(amax, format))
 
     def choose_scale(self, inputs: ScaleInputs, granularity: AbstractGranularity) -> KnownScale:
-        """The scale for this step: from the state, or from the current amax if there is no state.
+        """The scale for this step, of this granularity: from the state, or from the current amax.
 
-        If the stored scale is unset, the current amax gives the scale, too. So the first step does
-        not need a guess.
-
-        Args:
-          inputs: the amax of the tensor and the stored scale.
-          granularity: the granularity of the scale.
+        The current amax is used without state, and if the stored scale is unset. So the first step
+        does not need a guess.
         """
         if inputs.stored is None:
             return self.scale_of_amax(inputs.amax(granularity))
@@ -181,17 +174,14 @@ class AbstractQuantizer(abc.ABC):
     def quantize(
         self, x: Source, cast: Cast, inputs: ScaleInputs, *, key: Array | None = None
     ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-        """Choose the scales and cast x, in one call for all copies that matmuls read.
+        """A copy of x [...] for each direction of the cast, and extra results of the cast kernel.
 
         Args:
-          x: [...] floating point, or the result of a prologue.
+          x: floating point, or the result of a prologue.
           cast: the copies to make. Their granularities are those of this quantizer for the axes of
             x.
           inputs: the amax of x and the stored scale.
           key: a jax PRNG key. It is passed if `rounding` is "stochastic".
-
-        Returns:
-          A copy of x for each direction of the cast, and the extra results of the cast kernel.
         """
         # Copies with the same scale cells share one scale, so its amax is computed once.
         known = {
@@ -230,32 +220,27 @@ class AbstractQuantizer(abc.ABC):
         )
 
     def faults(self, row: RowState) -> list[Fault]:
-        """The faults of rows that were read from a file. It runs on the host.
+        """The faults of rows that were read from a file, on the host.
 
-        By default these are values that no row may have. A subclass can add values that its own
-        `update` never writes.
+        A subclass can add values that its own `update` never writes.
         """
         return _faults_of_values(*map(np.asarray, row))
 
 
 def stored_multiplier(scale: Array, is_set: Array, all_set: bool) -> Array:
-    """The inverse of stored scales [...] float32, and a mark where they are unset.
-
-    The mark is 0, with which `choose_scale` takes the current amax. It is not NaN, because
-    `jax_debug_nans` would stop at the first step of each run. With `all_set` no amax is computed.
-    A scale that is unset after all then has the multiplier NaN, which spoils the result.
-    """
+    """The inverse of stored scales [...] float32, and a mark where they are unset."""
     multiplier = inverse(jnp.where(is_set, scale, np.float32(1.0)))
+    # With the mark 0, `choose_scale` takes the current amax. NaN would not do: `jax_debug_nans`
+    # would stop at the first step of each run. With `all_set` there is no current amax. A scale
+    # that is unset after all then spoils the result.
     return jnp.where(is_set, multiplier, np.float32(np.nan if all_set else 0.0))
 
 
 def check_value_format(format: Format) -> None:
-    """Raise ValueError unless the format can hold values."""
     if format not in VALUE_FORMATS:
         raise ValueError(f"format={format!r} cannot hold values; use one of {list(VALUE_FORMATS)}.")
 
 
 def check_bool(name: str, value: object) -> None:
-    """Raise TypeError unless the value is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be True or False.")

@@ -33,10 +33,9 @@ from jaxfp8.quantizers._base import (
 )
 
 
-def _check_rounding(name: str, value: object) -> None:
-    """Raise ValueError unless the value is "nearest" or "stochastic"."""
-    if value not in ("nearest", "stochastic"):
-        raise ValueError(f"{name}={value!r} is unknown; use 'nearest' or 'stochastic'.")
+def _check_rounding(rounding: object) -> None:
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding={rounding!r} is unknown; use 'nearest' or 'stochastic'.")
 
 
 # Delayed scaling: the scale of this step comes from the amaxes of the last steps.
@@ -56,7 +55,6 @@ class Delayed(AbstractQuantizer):
       margin: how many powers of two to stay below the format's largest value, 0 to 64.
       power_of_two: round the multiplier down to a power of two.
       rounding: how values are rounded, "nearest" or "stochastic" (needs a key at each call).
-      granularity: PerTensor(). No other one is possible, because a row of state has one scale.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -71,12 +69,11 @@ class Delayed(AbstractQuantizer):
     margin: int = 0
     power_of_two: bool = False
     rounding: Rounding = "nearest"
-    granularity: AbstractGranularity = PerTensor()
 
     def __post_init__(self) -> None:
         check_value_format(self.format)
         check_bool("power_of_two", self.power_of_two)
-        _check_rounding("rounding", self.rounding)
+        _check_rounding(self.rounding)
         if type(self.history_length) is not int or self.history_length < 1:
             raise ValueError(
                 f"history_length={self.history_length!r} must be an integer of at least 1."
@@ -88,11 +85,6 @@ class Delayed(AbstractQuantizer):
         if type(self.margin) is not int or not 0 <= self.margin <= 64:
             raise ValueError(
                 f"margin={self.margin!r} must be an integer between 0 and 64 (powers of two)."
-            )
-        if self.granularity != PerTensor():
-            raise ValueError(
-                f"granularity={self.granularity!r} needs more than one scale, but a row of state "
-                "has one; use PerTensor()."
             )
 
     @property
@@ -116,21 +108,9 @@ class Delayed(AbstractQuantizer):
     def update(self, row: RowState, amax: Array) -> RowState:
         """The row after an optimizer step whose largest amax was `amax` [...].
 
-        1. Write the amax to slot 0, the staging slot.
-        2. Take the maximum of all H entries, or with "most_recent" the amax itself.
-        3. Compute the scale from it.
-        4. Rotate by one, so that the new entry becomes the newest, and zero slot 0.
-
-        An amax of zero changes nothing. An amax that is not finite never enters the history. It is
-        counted in `nonfinite_steps`, and changes nothing else.
-
-        Example:
-          >>> import jax.numpy as jnp
-          >>> import jaxfp8 as fp8
-          >>> row = RowState(jnp.zeros(()), jnp.zeros(3), jnp.zeros(()))
-          >>> quantizer = Delayed(format=fp8.E4M3, history_length=3)
-          >>> quantizer.update(row, jnp.float32(7.0)).amax_history
-          Array([0., 0., 7.], dtype=float32)
+        The amax becomes the newest entry of the history, and gives the next scale together with the
+        others. An amax of zero changes nothing. An amax that is not finite never enters the
+        history. It is counted in `nonfinite_steps`, and changes nothing else.
         """
         usable = is_usable(amax)
         history, newest = row.amax_history, amax[..., None]
@@ -150,7 +130,10 @@ class Delayed(AbstractQuantizer):
         # The checks of the history replace the one that every quantizer has. They are stricter.
         others = [fault for fault in super().faults(row) if fault.leaf != "amax_history"]
         scale, history = np.asarray(row.scale), np.asarray(row.amax_history)
-        return others + _faults_of_history(self, scale, history, others)
+        found = others + _faults_of_history(history)
+        if self.history_length > 1:  # else there is only the staging slot
+            found += _related(self, scale, history, ~np.any([f.rows for f in found], axis=0))
+        return [fault for fault in found if fault.rows.any()]
 
 
 # Faults of a history and its scale in a file. With `Delayed.update`, these hold between steps:
@@ -170,22 +153,14 @@ A loss scale can fall by 2^16 at once, and the amaxes of gradients with it.
 _ROUNDING = 1e-6  # relative: about 8 units in the last place of float32
 
 
-def _faults_of_history(
-    quantizer: Delayed, scale: np.ndarray, history: np.ndarray, others: list[Fault]
-) -> list[Fault]:
-    """The faults of histories f32[..., H] and their scales f32[...]. `others` are known faults."""
+def _faults_of_history(history: np.ndarray) -> list[Fault]:
+    """The faults of histories f32[..., H] alone."""
     amaxes = np.all((history == 0) | ((history >= TINY) & (history < np.inf)), axis=-1)
     staged = amaxes & (history[..., 0] != 0)
-    found = [
+    return [
         Fault("amax_history", ~amaxes, "every amax must be 0 or finite and at least 2^-126"),
         Fault("amax_history", staged, "slot 0, the staging slot, must be 0 between steps"),
     ]
-    if quantizer.history_length > 1:  # else there is only the staging slot
-        sound = np.ones(scale.shape, bool)
-        for fault in others + found:
-            sound &= ~fault.rows
-        found += _related(quantizer, scale, history, sound)
-    return [fault for fault in found if fault.rows.any()]
 
 
 def _related(
@@ -255,7 +230,7 @@ class Current(AbstractQuantizer):
     def __post_init__(self) -> None:
         check_value_format(self.format)
         check_bool("power_of_two", self.power_of_two)
-        _check_rounding("rounding", self.rounding)
+        _check_rounding(self.rounding)
         if not isinstance(self.granularity, PerTensor | PerRow | PerBlock):
             raise ValueError(
                 f"granularity={self.granularity!r} does not fit a recipe; use PerTensor(), "
@@ -302,10 +277,8 @@ class Current(AbstractQuantizer):
         return super().quantize(x, cast, inputs, key=key)
 
 
-def _wide_operands(x: Source) -> int:
+def _wide_operands(x: Produced) -> int:
     """How many arrays of the size of x a kernel reads to compute x."""
-    if not isinstance(x, Produced):
-        return 1
     return sum(math.prod(each.shape) == math.prod(x.shape) for each in x.operands)
 
 
@@ -332,7 +305,6 @@ class Static(AbstractQuantizer):
       format: the FP8 format of the values.
       scale: multiplies stored values back to real ones; in [2^-126, 2^126].
       rounding: how values are rounded, "nearest" or "stochastic" (needs a key at each call).
-      granularity: PerTensor(). No other one is possible, because there is one scale.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -344,17 +316,12 @@ class Static(AbstractQuantizer):
     format: Format
     scale: float
     rounding: Rounding = "nearest"
-    granularity: AbstractGranularity = PerTensor()
 
     def __post_init__(self) -> None:
         check_value_format(self.format)
         check_scale("scale", self.scale)
-        _check_rounding("rounding", self.rounding)
-        if self.granularity != PerTensor():
-            raise ValueError(
-                f"granularity={self.granularity!r} needs more than one scale; Static has one: use "
-                "PerTensor()."
-            )
+        object.__setattr__(self, "scale", float(self.scale))  # of NumPy, for instance
+        _check_rounding(self.rounding)
 
     @property
     def value_format(self) -> Format:
@@ -378,14 +345,6 @@ class Identity(AbstractQuantizer):
     """
 
     uses_amax: ClassVar[bool] = False
-    granularity: AbstractGranularity = PerTensor()
-
-    def __post_init__(self) -> None:
-        if self.granularity != PerTensor():
-            raise ValueError(
-                f"granularity={self.granularity!r} is not used, because Identity has no scale; "
-                "leave it out."
-            )
 
     @property
     def value_format(self) -> None:

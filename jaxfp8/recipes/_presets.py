@@ -39,8 +39,8 @@ def delayed(
       algorithm: which amax gives the scale, the "max" of the history or the "most_recent".
       margin: how many powers of two to stay below the format's largest value, 0 to 64.
       power_of_two: whether scales are powers of two.
-      gradient_rounding: how output gradients are rounded, "nearest" or "stochastic". Stochastic
-        rounding keeps small gradients unbiased, and needs `key=` at each step.
+      gradient_rounding: "nearest", or "stochastic", which keeps small gradients unbiased and needs
+        `key=` at each step.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -74,8 +74,8 @@ def current(
       forward: the format of x and w.
       gradient: the format of output gradients.
       power_of_two: whether scales are powers of two.
-      gradient_rounding: how output gradients are rounded, "nearest" or "stochastic". Stochastic
-        rounding keeps small gradients unbiased, and needs `key=` at each step.
+      gradient_rounding: "nearest", or "stochastic", which keeps small gradients unbiased and needs
+        `key=` at each step.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -113,8 +113,8 @@ def rowwise(
       power_of_two: whether scales are powers of two.
       high_precision_wgrad: whether wgrad is in high precision, as in torchao's
         `rowwise_with_gw_hp`.
-      gradient_rounding: how output gradients are rounded, "nearest" or "stochastic". Stochastic
-        rounding keeps small gradients unbiased, and needs `key=` at each step.
+      gradient_rounding: "nearest", or "stochastic", which keeps small gradients unbiased and needs
+        `key=` at each step.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -157,8 +157,8 @@ def static(
       g_scale: the scale of output gradients.
       forward: the format of x and w.
       gradient: the format of output gradients.
-      gradient_rounding: how output gradients are rounded, "nearest" or "stochastic". Stochastic
-        rounding keeps small gradients unbiased, and needs `key=` at each step.
+      gradient_rounding: "nearest", or "stochastic", which keeps small gradients unbiased and needs
+        `key=` at each step.
 
     Raises:
       ValueError: if a scale is out of range.
@@ -224,8 +224,8 @@ def blockwise(
       x_tile_dim: 1 (1x128) or 2 (128x128), for activations.
       w_tile_dim: the same for weights.
       g_tile_dim: the same for output gradients. A matmul takes at most one operand in 2D tiles.
-      gradient_rounding: how output gradients are rounded, "nearest" or "stochastic". Stochastic
-        rounding keeps small gradients unbiased, and needs `key=` at each step.
+      gradient_rounding: "nearest", or "stochastic", which keeps small gradients unbiased and needs
+        `key=` at each step.
 
     Raises:
       ValueError: if both operands of a matmul would be in 2D tiles, or both in E5M2.
@@ -270,8 +270,8 @@ def mxfp8(
         specification's rule. Its scales are up to a factor of 2 smaller, and values above the
         format's largest value saturate.
       w_tile_dim: 1 (1x32) or 2 (32x32), for weights.
-      gradient_rounding: how output gradients are rounded, "nearest" or "stochastic". Stochastic
-        rounding keeps small gradients unbiased, and needs `key=` at each step.
+      gradient_rounding: "nearest", or "stochastic", which keeps small gradients unbiased and needs
+        `key=` at each step.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -317,13 +317,8 @@ def _by_tensor(
 # Recipes by name.
 
 PRESETS: dict[str, Callable[..., Recipe]] = {
-    "delayed": delayed,
-    "current": current,
-    "rowwise": rowwise,
-    "blockwise": blockwise,
-    "mxfp8": mxfp8,
-    "static": static,
-    "identity": identity,
+    preset.__name__: preset
+    for preset in (delayed, current, rowwise, blockwise, mxfp8, static, identity)
 }
 
 
@@ -350,7 +345,7 @@ def get(name: str, **fields: Any) -> Recipe:
 
 
 def make_preset(name: str, fields: dict[str, Any]) -> Recipe:
-    """See `get`. The fields are a dict, so that a field called "name" is an error of `get`, too."""
+    """`get`, with the fields as a dict: one of them may be called "name", which is an error."""
     if name not in PRESETS:
         raise ValueError(
             f"recipe {name!r} is unknown; use one of {sorted(PRESETS)}."
@@ -366,7 +361,6 @@ def make_preset(name: str, fields: dict[str, Any]) -> Recipe:
 
 
 def parameters_of(name: str) -> dict[str, inspect.Parameter]:
-    """The parameters of a preset, by name."""
     return dict(inspect.signature(PRESETS[name]).parameters)
 
 

@@ -13,11 +13,11 @@ import dataclasses
 import functools
 import math
 import zlib
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from jaxfp8._geometry import TrainingGeometry
+from jaxfp8._geometry import OPERANDS, TrainingGeometry
 from jaxfp8._quantized_tensor import Cast, Direction
-from jaxfp8._typing import Matmul, Tensor
+from jaxfp8._typing import Axes, Matmul, Tensor
 from jaxfp8.kernels.quantize._api import CASTS
 from jaxfp8.numerics._formats import E5M2
 from jaxfp8.quantizers._base import AbstractQuantizer
@@ -86,7 +86,8 @@ def _check_quantizer(side: str, quantizer: Any) -> None:
             f"{side}={quantizer!r} is no quantizer; use one of fp8.quantizers, Identity() for none."
         )
     kind = type(quantizer).__name__
-    if not _is_frozen(quantizer):
+    parameters = getattr(quantizer, "__dataclass_params__", None)
+    if parameters is None or not parameters.frozen:
         raise TypeError(
             f"{side} is a {kind}, which is no frozen dataclass. Recipes and states have to compare "
             f"it; decorate {kind} with @dataclasses.dataclass(frozen=True)."
@@ -124,19 +125,7 @@ def _check_quantizer(side: str, quantizer: Any) -> None:
         )
 
 
-def _is_frozen(quantizer: object) -> bool:
-    parameters = getattr(quantizer, "__dataclass_params__", None)
-    return parameters is not None and parameters.frozen
-
-
 # Recipe: the quantizers of the operands of the three matmuls of a training step.
-
-# The matmuls that read each tensor, and as which operand.
-_USES: dict[Tensor, tuple[tuple[Matmul, Literal["lhs", "rhs"]], ...]] = {
-    "x": (("fprop", "lhs"), ("wgrad", "lhs")),
-    "w": (("fprop", "rhs"), ("dgrad", "rhs")),
-    "g": (("dgrad", "lhs"), ("wgrad", "rhs")),
-}
 
 
 class Row(NamedTuple):
@@ -147,15 +136,9 @@ class Row(NamedTuple):
 
     @property
     def fingerprint(self) -> float:
-        """A float32 in [1, 2) that identifies tensor and quantizer in a file of arrays.
-
-        Fields with their default value do not count. So a later version can add a field and still
-        read the files of an earlier version. `rounding` does not count, because the state does not
-        depend on it.
-
-        The fingerprint has 16 bits of a checksum. Float32 has 7 more bits. So a fingerprint is
-        still recognized after the rounding of a mean of equal states over devices.
-        """
+        """A float32 in [1, 2) that identifies tensor and quantizer in a file of arrays."""
+        # 16 bits of a checksum. Float32 has 7 more, so a fingerprint is still recognized after the
+        # rounding of a mean of equal states over devices.
         return 1 + (zlib.crc32(self.description.encode()) >> 16) / 2**16
 
     @property
@@ -163,6 +146,8 @@ class Row(NamedTuple):
         """Tensor, quantizer, and the fields of the quantizer that count for the fingerprint."""
         quantizer: Any = self.quantizer  # a dataclass, which its type does not say
         fields = ((f, getattr(quantizer, f.name)) for f in dataclasses.fields(quantizer))
+        # A field with its default does not count, so a later version may add one and still read the
+        # files of this version. The state does not depend on `rounding`.
         counted = [
             f"{f.name}={value!r}"
             for f, value in fields
@@ -232,21 +217,16 @@ class Recipe:
     def uses(self, tensor: Tensor) -> tuple[tuple[Matmul, AbstractQuantizer], ...]:
         """The matmuls that read a tensor, each with its quantizer of the tensor."""
         return tuple(
-            (matmul, getattr(getattr(self, matmul), side)) for matmul, side in _USES[tensor]
+            (matmul, getattr(getattr(self, matmul), side))
+            for matmul, tensors in OPERANDS.items()
+            for side, each in zip(("lhs", "rhs"), tensors, strict=True)
+            if each == tensor
         )
 
     @functools.cached_property
     def rows(self) -> tuple[Row, ...]:
-        """The rows of quantizer state, in the order x, w, g.
-
-        There is one row for each tensor and stateful quantizer of it.
-        """
-        rows: list[Row] = []
-        for tensor in _USES:
-            for _, quantizer in self.uses(tensor):
-                if quantizer.stateful and Row(tensor, quantizer) not in rows:
-                    rows.append(Row(tensor, quantizer))
-        return tuple(rows)
+        """The rows of quantizer state: one for each tensor, x, w and g, and quantizer of it."""
+        return tuple(dict.fromkeys(Row(t, q) for t, q in self._all_uses if q.stateful))
 
     def row_of(self, tensor: Tensor, quantizer: AbstractQuantizer) -> int | None:
         """The index of the row of a tensor and a quantizer; None if there is no such row."""
@@ -256,20 +236,23 @@ class Recipe:
     @functools.cached_property
     def tile(self) -> int | None:
         """The longest side of all tiles along contracted axes; None without tiles."""
-        granularities = [quantizer.granularity for _, quantizer in self._all_uses]
-        return max((each.along(2)[1] for each in granularities if each.in_tiles), default=None)
+        return max((contracted for _, contracted in self._tiles), default=None)
 
     @functools.cached_property
     def whole_tiles(self) -> int | None:
         """The fewest rows that all tiles divide, of a matrix of any matmul; None without tiles."""
+        return math.lcm(*(side for tile in self._tiles for side in tile)) if self._tiles else None
+
+    @property
+    def _tiles(self) -> list[Axes]:
         granularities = [quantizer.granularity for _, quantizer in self._all_uses]
-        sides = [math.lcm(*each.along(2)) for each in granularities if each.in_tiles]
-        return math.lcm(*sides) if sides else None
+        return [each.along(2) for each in granularities if each.in_tiles]
 
     @functools.cached_property
     def _all_uses(self) -> tuple[tuple[Tensor, AbstractQuantizer], ...]:
         """Each tensor with each of its quantizers."""
-        return tuple((tensor, q) for tensor in _USES for _, q in self.uses(tensor))
+        tensors: tuple[Tensor, ...] = get_args(Tensor)
+        return tuple((tensor, q) for tensor in tensors for _, q in self.uses(tensor))
 
     @functools.cached_property
     def combines_amaxes(self) -> bool:
@@ -293,13 +276,11 @@ class Recipe:
 
     @property
     def fp8_matmuls(self) -> int:
-        """How many of the three matmuls of a training step run in FP8."""
+        """How many of the three matmuls run in FP8."""
         return sum(operands.in_fp8 for operands in (self.fprop, self.dgrad, self.wgrad))
 
 
 # The copies of a tensor that the matmuls of a training step read, and how each is cast.
-#
-# All of this is static. It is computed once for a recipe and a geometry, and not for each layer.
 
 
 class PlannedCast(NamedTuple):
@@ -317,7 +298,7 @@ class PlannedCast(NamedTuple):
     row: int | None
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)  # once for a recipe and a geometry, and not for each layer
 def plan_casts(
     recipe: Recipe,
     geometry: TrainingGeometry,

@@ -1,9 +1,13 @@
 """Recipes as text and as plain dicts."""
 
 import ast
+import contextlib
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
 
 from jaxfp8.numerics._formats import E4M3, E5M2, E8M0, Format
 from jaxfp8.numerics._granularity import PerRow, PerTensor
@@ -16,69 +20,44 @@ from jaxfp8.recipes._recipe import Operands, Recipe
 # The fields that a preset needs to make a recipe: the inverse of the presets.
 
 
-def _of(matmul: str, side: str, field: str) -> Callable[[Recipe], Any]:
-    """A function that reads a field of one quantizer of a recipe."""
-    return lambda recipe: getattr(getattr(getattr(recipe, matmul), side), field)
-
-
-def _scale(matmul: str, side: str) -> Callable[[Recipe], Any]:
-    read = _of(matmul, side, "scale")
-    return lambda recipe: _as_number(read(recipe))
-
-
-def _tile_dim(matmul: str, side: str) -> Callable[[Recipe], Any]:
-    read = _of(matmul, side, "granularity")
-    return lambda recipe: 1 if read(recipe).tile[0] == 1 else 2
-
+_read = operator.attrgetter
 
 # Where a recipe has the value of each field of a preset.
 _READERS: dict[str, Callable[[Recipe], Any]] = {
-    "forward": _of("fprop", "lhs", "format"),
-    "gradient": _of("dgrad", "lhs", "format"),
-    "history_length": _of("fprop", "lhs", "history_length"),
-    "algorithm": _of("fprop", "lhs", "algorithm"),
-    "margin": _of("fprop", "lhs", "margin"),
-    "power_of_two": _of("fprop", "lhs", "power_of_two"),
-    "scale_rounding": _of("fprop", "lhs", "scale_rounding"),
-    "gradient_rounding": _of("dgrad", "lhs", "rounding"),
+    "forward": _read("fprop.lhs.format"),
+    "gradient": _read("dgrad.lhs.format"),
+    "history_length": _read("fprop.lhs.history_length"),
+    "algorithm": _read("fprop.lhs.algorithm"),
+    "margin": _read("fprop.lhs.margin"),
+    "power_of_two": _read("fprop.lhs.power_of_two"),
+    "scale_rounding": _read("fprop.lhs.scale_rounding"),
+    "gradient_rounding": _read("dgrad.lhs.rounding"),
     "high_precision_wgrad": lambda recipe: isinstance(recipe.wgrad.lhs, Identity),
-    "x_tile_dim": _tile_dim("fprop", "lhs"),
-    "w_tile_dim": _tile_dim("fprop", "rhs"),
-    "g_tile_dim": _tile_dim("dgrad", "lhs"),
-    "x_scale": _scale("fprop", "lhs"),
-    "w_scale": _scale("fprop", "rhs"),
-    "g_scale": _scale("dgrad", "lhs"),
+    "x_tile_dim": lambda recipe: _tile_dim(recipe.fprop.lhs),
+    "w_tile_dim": lambda recipe: _tile_dim(recipe.fprop.rhs),
+    "g_tile_dim": lambda recipe: _tile_dim(recipe.dgrad.lhs),
+    "x_scale": _read("fprop.lhs.scale"),
+    "w_scale": _read("fprop.rhs.scale"),
+    "g_scale": _read("dgrad.lhs.scale"),
 }
 
 
-def _preset_fields(recipe: Recipe) -> dict[str, Any] | None:
-    """All fields with which the preset `recipe.name` makes this recipe; None if none do.
+def _tile_dim(quantizer: Any) -> int:
+    return len(quantizer.granularity.tiled_axes)
 
-    A recipe does not remember the preset that made it. So its fields are read from its quantizers,
-    and the preset is called with them. Only an equal result counts.
-    """
+
+def _preset_fields(recipe: Recipe) -> dict[str, Any] | None:
+    """All fields with which the preset `recipe.name` makes this recipe; None if none do."""
     if recipe.name not in PRESETS:
         return None
+    # A recipe does not remember the preset that made it. So its fields are read from its
+    # quantizers, and the preset is called with them. Only an equal result counts.
     try:
         fields = {name: _READERS[name](recipe) for name in parameters_of(recipe.name)}
         made = PRESETS[recipe.name](**fields)
     except (AttributeError, TypeError, ValueError):  # another quantizer than that of the preset
         return None
     return fields if made == recipe else None
-
-
-def _foreign_quantizers(recipe: Recipe, known: set[type]) -> list[type[AbstractQuantizer]]:
-    """The classes of quantizers in a recipe that are not in `known`."""
-    pairs = (recipe.fprop, recipe.dgrad, recipe.wgrad)
-    kinds = (type(quantizer) for pair in pairs for quantizer in (pair.lhs, pair.rhs))
-    return [kind for kind in dict.fromkeys(kinds) if kind not in known]
-
-
-def _as_number(value: Any) -> Any:
-    """A number of NumPy as a float of Python that is equal to it. Other values are unchanged."""
-    if isinstance(value, bool | int | str) or type(value) is float:
-        return value
-    return float(value)
 
 
 # Recipes as text, for command lines: `parse` reads it, and `to_string` writes it.
@@ -171,16 +150,13 @@ def to_string(recipe: Recipe) -> str:
 def _with_formats(name: str, fields: dict[str, Any]) -> Recipe:
     """`fp8.recipes.get`, which also takes formats by their names."""
     known = parameters_of(name) if name in PRESETS else {}
-    read = {}
-    for field, value in fields.items():
-        if field in known and known[field].annotation is Format:
-            value = _format_named(field, value)
-        read[field] = value
-    return make_preset(name, read)
+    formats = [field for field, parameter in known.items() if parameter.annotation is Format]
+    named = {field: _format_named(field, fields[field]) for field in formats if field in fields}
+    return make_preset(name, fields | named)
 
 
 def _format_named(field: str, value: Any) -> Format:
-    """The format with this name. A format is returned as it is. ValueError for another value."""
+    """The format, or the one with this name."""
     if isinstance(value, Format):
         return value
     if not isinstance(value, str) or value not in _FORMATS:
@@ -192,7 +168,6 @@ def _format_named(field: str, value: Any) -> Format:
 
 
 def _value(text: str, field: str, node: ast.expr) -> Any:
-    """The value of an argument."""
     if isinstance(node, ast.Name):
         if node.id in _FORMATS:
             return _FORMATS[node.id]
@@ -201,15 +176,10 @@ def _value(text: str, field: str, node: ast.expr) -> Any:
             f"{field}={node.id} is no number, True, False or format. Put a string in quotes, "
             f"{field}={node.id!r}.{suggest_name(node.id.upper(), _FORMATS)}",
         )
-    sign, literal = 1, node
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        sign, literal = -1, node.operand
-    if isinstance(literal, ast.Constant):
-        value = literal.value
-        if sign == 1 and isinstance(value, bool | str):
+    with contextlib.suppress(ValueError):  # for all that is no literal
+        value = ast.literal_eval(node)
+        if isinstance(value, bool | int | float | str):
             return value
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return sign * value
     raise _unreadable(
         text,
         f"{field}={ast.unparse(node)} is no literal. Write a number, True, False, a quoted string, "
@@ -261,7 +231,7 @@ def to_dict(
       ('mxfp8', 1)
       >>> mixed = dataclasses.replace(recipe, wgrad=fp8.recipes.identity().wgrad)
       >>> fp8.recipes.to_dict(mixed)["wgrad"]["lhs"]
-      {'class': 'Identity', 'granularity': {'class': 'PerTensor'}}
+      {'class': 'Identity'}
     """
     check_recipe(recipe)
     own = _own_classes(quantizers)
@@ -269,17 +239,19 @@ def to_dict(
     if fields is not None:
         named = {n: v.name if isinstance(v, Format) else v for n, v in fields.items()}
         return {"preset": recipe.name, **named}
-    if foreign := _foreign_quantizers(recipe, {*_QUANTIZERS.values(), *own.values()}):
-        raise TypeError(
-            f"recipe {recipe.name!r} has quantizers of {foreign[0].__name__}, which is no class of "
-            "fp8.quantizers. Pass your classes by name to to_dict and to from_dict: "
-            f"quantizers={{{foreign[0].__name__!r}: {foreign[0].__name__}}}."
-        )
     names = {kind: name for name, kind in (own | _QUANTIZERS | _GRANULARITIES).items()}
     plain: dict[str, Any] = {"name": recipe.name}
     for matmul in _MATMULS:
-        pair = getattr(recipe, matmul)
-        plain[matmul] = {side: _plain(getattr(pair, side), side, names) for side in _SIDES}
+        plain[matmul] = {}
+        for side in _SIDES:
+            quantizer = getattr(getattr(recipe, matmul), side)
+            if (kind := type(quantizer)) not in names:
+                raise TypeError(
+                    f"recipe {recipe.name!r} has quantizers of {kind.__name__}, which is no class "
+                    "of fp8.quantizers. Pass your classes by name to to_dict and to from_dict: "
+                    f"quantizers={{{kind.__name__!r}: {kind.__name__}}}."
+                )
+            plain[matmul][side] = _plain(quantizer, side, names)
     again = from_dict(plain, quantizers=quantizers)
     if again != recipe or [r.description for r in again.rows] != [
         r.description for r in recipe.rows
@@ -362,7 +334,6 @@ def _own_classes(quantizers: Mapping[str, type[AbstractQuantizer]] | None) -> Cl
 
 
 def _plain(value: Any, where: str, names: dict[type, str]) -> Any:
-    """A value of a field in its plain form."""
     if isinstance(value, Format):
         return value.name
     if isinstance(value, tuple):
@@ -372,17 +343,17 @@ def _plain(value: Any, where: str, names: dict[type, str]) -> Any:
         # TOML has no null. A missing field gets its default, which is None for `scale_format`.
         given = {n: _plain(v, f"{where}.{n}", names) for n, v in fields if v is not None}
         return {"class": names[type(value)], **given}
-    try:
-        return _as_number(value)
-    except (TypeError, ValueError):
+    if isinstance(value, np.number):
+        value = value.item()
+    if not isinstance(value, bool | int | float | str):
         raise ValueError(
             f"{where}={value!r} of type {type(value).__name__} has no plain form. Use str, int, "
             "float, bool, a format, or a tuple of these."
-        ) from None
+        )
+    return value
 
 
 def _object(where: str, plain: Any, classes: Classes) -> Any:
-    """The object that a dict with a "class" describes."""
     if not isinstance(plain, Mapping) or "class" not in plain:
         raise ValueError(
             f"{where}={plain!r} must be a dict with a class, for instance "
@@ -401,12 +372,14 @@ def _object(where: str, plain: Any, classes: Classes) -> Any:
     for field, value in plain.items():
         if field == "class":
             continue
-        if field not in fields:
+        found = _plain_value(f"{where}.{field}", value)
+        if field in fields:
+            read[field] = found
+        elif found != getattr(kind, field, None):  # a constant now, which dicts of 0.1.0 have
             raise ValueError(
                 f"{where} is a {name}, which has no field {field!r}; it has {list(fields)}."
                 f"{suggest_name(field, fields)}"
             )
-        read[field] = _plain_value(f"{where}.{field}", value)
     try:
         return kind(**read)
     except (TypeError, ValueError) as error:
@@ -414,7 +387,6 @@ def _object(where: str, plain: Any, classes: Classes) -> Any:
 
 
 def _plain_value(where: str, plain: Any) -> Any:
-    """The value of a field from its plain form."""
     if isinstance(plain, Mapping):
         return _object(where, plain, _GRANULARITIES)
     if isinstance(plain, list | tuple):

@@ -5,10 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hard_inputs import mentions
 from same_bits import assert_same_bits
 from zoo import KEY, LM, RECIPES, TOKENS, VOCABULARY, WIDTH, converted
 
 import jaxfp8 as fp8
+from jaxfp8.conversion._linen import _apart, _together
 from jaxfp8.linen import COLLECTION
 
 
@@ -261,3 +263,20 @@ def test_a_converted_model_is_not_converted_again():
     mine = converted(small(), RECIPES["current"])
     with pytest.raises(ValueError, match=r"model is a LM that fp8\.convert made"):
         fp8.convert(mine, RECIPES["delayed"], inputs=(TOKENS,))
+
+
+def test_states_go_beside_parameters_and_back():
+    state = fp8.init_state(fp8.recipes.delayed(history_length=2))
+    params = {"a": {"kernel": 1.0}, "empty": {}}
+    variables = {"params": params, COLLECTION: {"a": {"fp8": state}, "own": {"x": 2.0}}}
+    together = _together(variables)
+    assert together == {
+        "params": {"a": {"kernel": 1.0, "fp8": state}, "empty": {}},
+        COLLECTION: {"own": {"x": 2.0}},
+    }
+    assert _apart(together) == variables
+    assert _apart({"params": {"a": {"fp8": state}}}) == {COLLECTION: {"a": {"fp8": state}}}
+    assert _apart({"batch_stats": {}}) == {"batch_stats": {}}
+    params["a"]["fp8"] = 3.0
+    with pytest.raises(fp8.FP8StateError, match=mentions("a/fp8", "'params'")):
+        _together(variables)

@@ -172,6 +172,20 @@ def test_own_quantizers():
         fp8.recipes.to_dict(recipe, quantizers={"Current": Mine})
 
 
+def test_dicts_of_earlier_versions():
+    recipe = dataclasses.replace(fp8.recipes.identity(), name="mine")
+    plain = fp8.recipes.to_dict(recipe)
+    earlier = plain | {
+        matmul: {side: fields | {"granularity": {"class": "PerTensor"}}
+                 for side, fields in plain[matmul].items()}
+        for matmul in ("fprop", "dgrad", "wgrad")
+    }  # fmt: skip
+    assert fp8.recipes.from_dict(earlier) == recipe
+    earlier["fprop"]["lhs"]["granularity"] = {"class": "PerRow"}
+    with pytest.raises(ValueError, match=mentions("fprop.lhs", "'granularity'")):
+        fp8.recipes.from_dict(earlier)
+
+
 FULL = fp8.recipes.to_dict(dataclasses.replace(fp8.recipes.current(), name="mine"))
 
 
