@@ -12,12 +12,13 @@ from jax import lax
 
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType, FP8StateError, PyTree
-from jaxfp8.matmul._arrays import QuantizerArrays, undifferentiable
+from jaxfp8.matmul._arrays import QuantizerArrays
 from jaxfp8.matmul._call import NO_VARIATION, AmaxAxes, Call, Places, Variation, amax_axes
 from jaxfp8.matmul._operands import quantize_operand
 from jaxfp8.matmul._options import check_float
 from jaxfp8.matmul._tile_view import View, view_of_weight
 from jaxfp8.numerics._formats import check_out_dtype
+from jaxfp8.numerics._rounding import undifferentiable
 from jaxfp8.plan._backends import Backends
 from jaxfp8.plan._kernels import Kernels
 from jaxfp8.recipes._presets import check_recipe
