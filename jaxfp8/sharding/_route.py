@@ -12,7 +12,6 @@ Letters: T tokens of a device, k choices of a token, E experts, D devices along 
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 
@@ -26,11 +25,7 @@ from jaxfp8.sharding._amax import vary_as
 from jaxfp8.sharding._place import in_bytes, take_rows
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["source", "slot", "order", "position", "expert", "sizes", "dropped"],
-    meta_fields=["choices", "experts", "axis"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Route:
     """The way of tokens to the devices of their experts, and back; see `fp8.moe.route`.
@@ -64,9 +59,9 @@ class Route:
     expert: Array
     sizes: Array
     dropped: Array
-    choices: int
-    experts: int
-    axis: str | None
+    choices: int = dataclasses.field(metadata={"static": True})
+    experts: int = dataclasses.field(metadata={"static": True})
+    axis: str | None = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def of(
