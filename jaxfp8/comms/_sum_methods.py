@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +41,7 @@ class BFloat16Sum:
     """
 
     min_size: int = 4096
+    group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         _check_count(self, "min_size", least=0)
@@ -138,6 +139,7 @@ class AutoScaledFP8:
     patience: int = 0
     reduction: Reduction = "exchange"
     min_size: int = 4096
+    group: ClassVar[int] = 128  # a slice is a number of whole groups
 
     def __post_init__(self) -> None:
         _check_format(self)
