@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.numerics._formats import E4M3, E5M2
 from jaxfp8.ops._quantize_params import path_name, requantize
@@ -26,7 +25,7 @@ from jaxfp8.optim._masters import (
     MasterState,
     round_to_bfloat16,
 )
-from jaxfp8.optim._weights import Overwrite, Parameters, dtype_of
+from jaxfp8.optim._weights import Overwrite, Parameters, dtype_of, is_float, widened
 from jaxfp8.state._state import MatmulState
 from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
 
@@ -280,9 +279,9 @@ def with_master_weights(
         old = _states_of(opt_state.masters, parameters)
         _check_some(parameters)
         masters = _loaded(master, old, parameters)
-        widened = map(_widened, parameters.like(grads), masters)
+        wide = list(map(widened, parameters.like(grads), masters))
         updates, inner_state = inner.update(
-            parameters.tree(list(widened)), opt_state.inner, parameters.tree(masters), **extra_args
+            parameters.tree(wide), opt_state.inner, parameters.tree(masters), **extra_args
         )
         states, written = [], []
         for leaf, value, step, each, own in zip(
@@ -306,24 +305,11 @@ def _check_some(parameters: Parameters) -> None:
     """Raise ValueError if there are floats, but none in low precision."""
     if any(map(_has_master, parameters.leaves, parameters.paths)):
         return
-    if any(map(_is_float, parameters.leaves)):
+    if any(map(is_float, parameters.leaves)):
         raise ValueError(
             "params are all in float32, so with_master_weights has nothing to do. Start with "
             "params, opt_state = init_master_weights(tx, params), which rounds them to bfloat16."
         )
-
-
-def _is_float(x: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
-
-
-def _widened(grad: Any, master: Any) -> Any:
-    """A gradient in float32, or in float64 where the parameter is float64."""
-    if isinstance(grad, QuantizedTensor):
-        return grad.dequantize(jnp.float32)
-    if not _is_float(grad):
-        return grad
-    return jnp.asarray(grad).astype(jnp.promote_types(jnp.result_type(master), jnp.float32))
 
 
 # From float32 parameters to low-precision weights with master weights, and back.
