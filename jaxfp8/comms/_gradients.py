@@ -45,10 +45,7 @@ def _names_of(axis_name: str | Sequence[str], argument: str = "axis_name") -> tu
 
 
 def _local_gradients(grads: PyTree, names: tuple[str, ...]) -> tuple[list[str], list[Any], Any]:
-    """What messages call each leaf, the leaves, and their structure.
-
-    Raises TypeError or ValueError for a leaf that is no local gradient. Leaves of float0 pass.
-    """
+    """What messages call each leaf, the leaves, and their structure. They are checked."""
     found, structure = jax.tree_util.tree_flatten_with_path(grads, is_leaf=_is_quantized)
     leaves = [leaf for _, leaf in found]
     called = [f"the gradient {jax.tree_util.keystr(path) or 'grads'}" for path, _ in found]
@@ -121,10 +118,7 @@ def _is_quantized(leaf: Any) -> bool:
 def _rows_of(
     state: GradientSumState | None, structure: Any, method: SumMethod
 ) -> list[GradientSumState | None]:
-    """The state of each gradient, in the order of the leaves.
-
-    Raises TypeError or ValueError if the state is missing, or belongs to another method or tree.
-    """
+    """The state of each gradient, in the order of the leaves. It is checked."""
     name = type(method).__name__
     if not isinstance(method, AutoScaledFP8):
         if state is not None:
@@ -295,10 +289,8 @@ def _sum_in_float32(
 def _sum_in_bfloat16(
     x: Array, devices: int, factor: float, collective: Callable[[Array], Array]
 ) -> Array:
-    """The sum in bfloat16, times `factor`, in the dtype of x.
-
-    Values are shrunk before they are sent. So the sum of finite values does not overflow.
-    """
+    """The sum in bfloat16, times `factor`, in the dtype of x."""
+    # Values are shrunk before they are sent. So the sum of finite values does not overflow.
     shrink = shrinking(devices)
     # Without the clip to its range, bfloat16 rounds the largest float32 values up to inf.
     clipped = _scaled(widen(x), 1.0, jnp.bfloat16).astype(jnp.float32)

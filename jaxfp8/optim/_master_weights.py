@@ -33,11 +33,7 @@ from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
 
 
 def _has_master(leaf: Any, path: str) -> bool:
-    """Whether a parameter gets a master weight. ValueError for an FP8 array, which has no scale.
-
-    Parameters in float32 and float64 are exact enough themselves. Parameters that are no floats are
-    not trained in bfloat16.
-    """
+    """Whether a parameter gets a master weight: one in few bits does."""
     dtype = dtype_of(leaf)
     if dtype is None or dtype in (jnp.bfloat16, jnp.float16):
         return True
@@ -50,10 +46,7 @@ def _has_master(leaf: Any, path: str) -> bool:
 
 
 def _start_of(leaf: Any) -> Array:
-    """The float32 value [...] of a parameter, at which its master weight starts.
-
-    It is a copy, so the optimizer state can be donated while the parameter is in use.
-    """
+    """The float32 value [...] of a parameter, at which its master weight starts."""
     if is_weight(leaf):
         if leaf.original is None:
             raise ValueError(
@@ -62,6 +55,7 @@ def _start_of(leaf: Any) -> Array:
                 "weights=params)."
             )
         leaf = leaf.original
+    # Without the copy, a donated optimizer state would take a float32 parameter with it.
     return jnp.array(leaf, jnp.float32, copy=True)
 
 
@@ -78,10 +72,7 @@ def _with_originals(weights: PyTree) -> PyTree:
 
 
 def _rounded(master: Array, like: Any, state: MatmulState | None) -> Any:
-    """The parameter in the place of `like`, for a master weight float32 [...].
-
-    `state` is the quantizer state of its matmul, or None.
-    """
+    """The parameter in the place of `like`, for a master weight float32 [...]."""
     if dtype_of(like) == jnp.float16:
         return master.astype(jnp.float16)
     w = round_to_bfloat16(master)
@@ -117,10 +108,7 @@ def _trees_of(
 
 
 def _states_of(masters: MasterState, parameters: Parameters) -> list[MasterState]:
-    """The state of each parameter, from the state of all.
-
-    ValueError if a parameter gets a master weight and has none, or the other way round.
-    """
+    """The state of each parameter, from the state of all. It is checked."""
     columns = map(parameters.like, masters)
     states = [type(masters)(*each) for each in zip(*columns, strict=True)]
     for path, leaf, state in zip(parameters.paths, parameters.leaves, states, strict=True):

@@ -43,10 +43,7 @@ def is_stored_moment(node: Any) -> bool:
 
 
 def restore_moment_nodes(state: PyTree) -> PyTree:
-    """An optimizer state whose stored moments are nodes again.
-
-    `nnx.Optimizer.update` turns a node into an `nnx.State` with its fields.
-    """
+    """A state whose moments are nodes again. `nnx.Optimizer.update` makes them `nnx.State`s."""
     return jax.tree.map(
         lambda node: _node_of(node) or node, state, is_leaf=lambda node: bool(_node_of(node))
     )
@@ -344,9 +341,6 @@ def _check_without_weights(params: PyTree) -> None:
 
 
 def _global_size(x: Array) -> int:
-    """The number of values of an array on all devices.
-
-    Inside `jax.shard_map` an array that varies over a mesh axis counts as split over it.
-    """
+    """The number of values of an array on all devices, over which it is split."""
     axes = varying_axes(x) if isinstance(x, jax.Array) else ()
     return math.prod(jnp.shape(x)) * math.prod(lax.axis_size(axis) for axis in axes)

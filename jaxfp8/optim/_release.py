@@ -36,16 +36,12 @@ _CURE = (
 def _check_uncoupled(tx: optax.GradientTransformation, params: PyTree) -> None:
     """Raise ValueError if an update may couple parameters.
 
-    `tx.init` and `tx.update` are traced, and nothing is computed. The update of a parameter must
-    not depend on another parameter or its gradient, in any number of steps. An array of the
-    optimizer state must not depend on several of them. Whether values are finite may depend on all.
-
-    In a tree of one parameter, a list of two copies stands in its place. An exception of `tx` is
-    raised as it is, with a note.
+    The update of a parameter must not depend on another parameter or its gradient, in any number of
+    steps. An array of the optimizer state must not depend on several of them.
     """
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     alone = len(names) == 1
-    if alone:
+    if alone:  # two copies stand for those of two layers
         params = jax.tree.map(lambda x: [x, x], params)
         names = [names[0], f"{names[0]} of another layer"]
     try:
@@ -79,11 +75,8 @@ def _check_uncoupled(tx: optax.GradientTransformation, params: PyTree) -> None:
 def _labels_after_steps(
     tx: optax.GradientTransformation, params: PyTree
 ) -> tuple[list[int], dict[str, int]]:
-    """What updates and arrays of the state depend on after any number of steps.
-
-    Label i is parameter i, or its gradient. The first result has the labels of each parameter's
-    update, the second one those of each array of the state by its path.
-    """
+    """The parameters that each update, and each array of the state, depends on after any steps."""
+    # Label i is parameter i, or its gradient.
     leaves, flat = jax.tree.flatten(params)
     treedef: Any = flat  # jax gives it no type
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
@@ -158,11 +151,6 @@ class Release:
             have the same first axis.
           TypeError: if a parameter or an array of the optimizer state has a dtype that cannot
             leave a backward pass, or if the optimizer needs the loss or other arguments.
-
-        Example:
-          >>> layers = release(optax.adam(1e-3)).init({"w": jnp.ones((3, 4, 4))})
-          >>> layers.params["w"].shape, layers.opt_state[0].mu["w"].shape
-          ((3, 4, 4), (3, 4, 4))
         """
         layers = count_layers(params)
         return self.pack(params, _seeded(jax.vmap(self.tx.init)(params), layers))

@@ -127,17 +127,11 @@ Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Plan:
-    """How the backward loop finds the residuals of a layer. It is static.
+    """How the backward loop finds the residuals of a layer. It is static."""
 
-    Attributes:
-      flags: for each operand, whether it has a gradient.
-      treedef: of the function that `jax.vjp` returned.
-      sources: for each of its residuals ("kept", i), ("constant", i), or ("layer", i).
-    """
-
-    flags: Operands
-    treedef: Any
-    sources: list[tuple[str, int]]
+    flags: Operands  # for each operand, whether it has a gradient
+    treedef: Any  # of the function that `jax.vjp` returned
+    sources: list[tuple[str, int]]  # of its residuals: ("kept", i), ("constant", i), ("layer", i)
 
 
 def release_scan(

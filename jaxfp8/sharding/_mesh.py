@@ -80,10 +80,6 @@ class MeshRoles:
 
         Raises:
           ValueError: if there is no such role, or a mesh axis would split two array axes.
-
-        Example:
-          >>> MeshRoles(fsdp="fsdp").spec("fsdp", "tensor")  # of a weight
-          P('fsdp', None)
         """
         played = [[self.axis(role) for role in mesh_axes(entry)] for entry in entries]
         axes = [tuple(dict.fromkeys(filter(None, names))) for names in played]
@@ -101,10 +97,6 @@ class MeshRoles:
         Args:
           axis: the array axis that is split.
           *roles: the roles of the mesh axes that split it.
-
-        Example:
-          >>> MeshRoles(fsdp="fsdp").shard(0, "fsdp")
-          Shard(axis=0, axis_name='fsdp')
         """
         (entry,) = self.spec(roles)
         return None if entry is None else Shard(axis, entry)

@@ -67,14 +67,7 @@ class Route:
     def of(
         cls, chosen: Array, *, experts: int, axis: str | None, capacity_factor: float | None
     ) -> "Route":
-        """The route of choices i32[T, k]. A number that is no expert is not sent.
-
-        Args:
-          chosen: i32[T, k], the experts of each token.
-          experts: E.
-          axis: the manual mesh axis that splits experts, or None.
-          capacity_factor: C is this times T * k / D; None for as many slots as may be needed.
-        """
+        """The route of choices i32[T, k]. A number that is no expert is not sent."""
         tokens, choices = chosen.shape
         devices = 1 if axis is None else lax.axis_size(axis)
         here = experts // devices
@@ -171,11 +164,8 @@ class Route:
 def _slot_count(
     tokens: int, choices: int, experts: int, devices: int, capacity_factor: float | None
 ) -> int:
-    """C, the slots of a device's send buffer for each device.
-
-    Without a capacity factor it is the most that one device can get: a token sends no more choices
-    to a device than that device has experts.
-    """
+    """C, the slots of a device's send buffer for each device."""
+    # A token sends no more choices to a device than that device has experts.
     most = tokens * min(choices, experts // devices)
     if capacity_factor is None:
         return most
