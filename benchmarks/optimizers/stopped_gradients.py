@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+from _stopping import BEFORE, RATE, REST, Optimizer, movement, of_optax, of_release, stopped
 from _torchao_adamw import is_installed, movements
 
 import jaxfp8 as fp8
@@ -39,15 +40,12 @@ from jaxfp8.optim import (
     Float32,
     Int8,
     adamw,
-    release,
     scale_by_adam,
     scale_by_muon,
     with_moment_formats,
 )
 
 MARK = 3.0  # learning rates
-BEFORE, REST = 100, 200  # steps with gradients, and steps after them that are not counted
-RATE = 1e-3
 B2 = (0.95, 0.999)
 
 FIRST: dict[str, Any] = {
@@ -67,14 +65,6 @@ SECOND["ExpandedFP8"] = FIRST["ExpandedFP8"]
 DIAGONAL = [*((name, name) for name in SECOND), ("FP8", "Float16")]
 
 
-class Optimizer(NamedTuple):
-    """A way to update the two weights."""
-
-    init: Callable[[Any], Any]  # of the two weights, zeros
-    step: Callable[[Any, Any], tuple[Any, Any]]  # state, gradients -> state, updates
-    rate: float  # in its updates
-
-
 class Row(NamedTuple):
     """One optimizer with its formats."""
 
@@ -83,36 +73,6 @@ class Row(NamedTuple):
     nu: str
     make: Callable[[Any], Optimizer]  # of b2
     b2s: tuple[float, ...]  # 0 if it has none, or that of optax
-
-
-def of_optax(tx: Any, rate: float = RATE) -> Optimizer:
-    def step(state: Any, grads: Any) -> tuple[Any, Any]:
-        # The parameters have no effect, because no weight decays.
-        updates, state = tx.update(grads, state, jax.tree.map(jnp.zeros_like, grads))
-        return state, updates
-
-    return Optimizer(tx.init, step, rate)
-
-
-def of_release(tx: Any) -> Optimizer:
-    """Gradient release. The loss of a layer is linear, so that its gradient is what we choose."""
-    stack = release(tx, per_layer=True)  # skips a check, which cannot read a traced b2
-
-    def init(params: Any) -> Any:
-        return stack.init({"w": jnp.stack([params["columns"], params["rows"]])})
-
-    def loss(layers: Any, grads: Any) -> Any:
-        def layer(x: Any, of_layer: Any) -> Any:
-            return x + jnp.sum(of_layer[0]["w"] * of_layer[1]), None
-
-        return stack.scan(layer, jnp.float32(0), (layers, grads))[0]
-
-    def step(layers: Any, grads: Any) -> tuple[Any, Any]:
-        new = jax.grad(loss)(layers, jnp.stack([grads["columns"], grads["rows"]]))
-        columns, rows = new.params["w"] - layers.params["w"]
-        return new, {"columns": columns, "rows": rows}
-
-    return Optimizer(init, step, RATE)
 
 
 def adam_rows() -> Iterator[Row]:
@@ -171,36 +131,6 @@ def second_rows() -> Iterator[Row]:
             yield Row(of, "", name, functools.partial(make, of, name), b2s)
 
 
-def stopped(rows: int, columns: int) -> dict[str, Any]:
-    """Which entries stop: of each 16 columns one, or an eighth of the rows."""
-    column, row = np.zeros((rows, columns), bool), np.zeros((rows, columns), bool)
-    column[:, [i for i in range(columns) if i % 16 == 5]] = True
-    row[3::8] = True
-    return {"columns": column, "rows": row}
-
-
-def movement(make: Any, masks: Any, gradients: Any, b2: Any, left: Any) -> Any:
-    """|sum of updates| of all entries after the `REST`, in learning rates. It is traced."""
-    opt = make(b2)
-
-    def step(carry: Any, xs: Any) -> tuple[Any, None]:
-        state, moved = carry
-        index, gradient = xs
-        grads = {
-            name: jnp.where(mask & (index >= BEFORE), gradient * left, gradient)
-            for name, mask in masks.items()
-        }
-        state, updates = opt.step(state, grads)
-        counts = index >= BEFORE + REST
-        moved = jax.tree.map(lambda m, u: jnp.where(counts, m + u / opt.rate, m), moved, updates)
-        return (state, moved), None
-
-    zeros = {name: jnp.zeros(mask.shape) for name, mask in masks.items()}
-    xs = jnp.arange(len(gradients)), gradients
-    (_, moved), _ = jax.lax.scan(step, (opt.init(zeros), zeros), xs)
-    return jax.tree.map(jnp.abs, moved)
-
-
 def result_of(
     name: str, mu: str, nu: str, b2: float, moved: Any, masks: Any, left: float = 0.0
 ) -> dict[str, Any]:
@@ -214,10 +144,10 @@ def result_of(
 
 def results_of(row: Row, masks: Any, gradients: Any, lefts: list[float]) -> Iterator[Any]:
     """The results of one row, for each b2 and for what is left of the gradients."""
-    run = jax.jit(functools.partial(movement, row.make, masks))
+    run = jax.jit(lambda b2, left: movement(row.make(b2), masks, gradients, left))
     for left in lefts:
         for b2 in row.b2s:
-            moved = run(gradients, jnp.float32(b2), jnp.float32(left))
+            moved = run(jnp.float32(b2), jnp.float32(left))
             yield result_of(row.name, row.mu, row.nu, b2, moved, masks, left)
 
 

@@ -58,19 +58,12 @@ class GradientSumState(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """The results of a step for one gradient of `size` values, the same on all `devices`.
+    """The results of a step for one gradient of `size` values, the same on all `devices`."""
 
-    Attributes:
-      amax: float32, the largest amax of all devices; inf if one has an inf or NaN.
-      saturated: float32, how many values were clipped to the range of the format.
-      beyond: float32, how many sums were clipped to the range of float32. mu cannot change that.
-      underflowed: float32, how many values became zero, on all devices together.
-    """
-
-    amax: Array
-    saturated: Array
-    beyond: Array
-    underflowed: Array
+    amax: Array  # float32, the largest of all devices; inf if one has an inf or NaN
+    saturated: Array  # float32, how many values were clipped to the range of the format
+    beyond: Array  # float32, how many sums were clipped to float32's range. mu cannot change that
+    underflowed: Array  # float32, how many values became zero, on all devices together
     size: int
     devices: int
 
@@ -157,10 +150,8 @@ def all_reduce_auto_scaled(
     also: tuple[str, ...],
     mean: bool,
 ) -> tuple[Array, GradientSumState]:
-    """The sum or mean of x over all devices [slices.shape] float32, and the next state.
-
-    The gradient is summed over `names`. It is split over `also`, too, and its state is not.
-    """
+    """The sum or mean of x over `names` [slices.shape] float32, and the next state."""
+    # The gradient is split over `also`, too, and its state is not.
     everywhere = names + also
     # The smallest multiplier of all devices is that of the largest amax. It is found like this
     # because a device whose gradient is zero has the multiplier 1, which may be the smallest.
@@ -253,11 +244,9 @@ def _is_first(names: tuple[str, ...]) -> Array:
 
 
 def _is_not_zero(x: Array) -> Array:
-    """Whether values are not zero. A subnormal is not, although XLA:CPU compares it like a zero.
-
-    LLVM makes such a comparison of a test of all bits, so only the mantissa is tested. A subnormal
-    has one.
-    """
+    """Whether values are not zero. A subnormal is not."""
+    # XLA:CPU compares a subnormal like a zero. LLVM makes such a comparison of a test of all bits,
+    # so only the mantissa is tested. A subnormal has one.
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     return (x != 0) | (bits & ((1 << jnp.finfo(x.dtype).nmant) - 1) != 0)
 

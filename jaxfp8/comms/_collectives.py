@@ -277,11 +277,9 @@ def gather(own: Array, names: tuple[str, ...]) -> Array:
 
 
 def sum_in_order(received: tuple[Array, ...], value: Callable[..., Array]) -> Array:
-    """The sum of `value(*row)` over the rows of the arrays [devices, ...], from the first row on.
+    """The sum of `value(*row)` over the rows of arrays [devices, ...], from the first row on."""
 
-    A sum in a fixed order has the same bits in every run. `jnp.sum` leaves the order to XLA.
-    """
-
+    # A sum in a fixed order has the same bits in every run. `jnp.sum` leaves the order to XLA.
     def add(total: Array, row: tuple[Array, ...]) -> tuple[Array, None]:
         return total + value(*row), None
 

@@ -22,14 +22,10 @@ from jaxfp8.comms._sum_methods import (
     shrinking,
 )
 from jaxfp8.numerics._exact import LARGEST, is_finite, widen
+from jaxfp8.numerics._rounding import undifferentiable
 from jaxfp8.sharding._amax import manual_axes, types_show_varying, varying_axes
 
 # Which gradients can be summed over which mesh axes: the checks of `all_reduce_gradients`.
-
-
-def _leaves_of(tree: PyTree) -> tuple[list[Any], Any]:
-    """The leaves of a tree and its structure. A QuantizedTensor is one leaf."""
-    return jax.tree.flatten(tree, is_leaf=_is_quantized)
 
 
 def _names_of(axis_name: str | Sequence[str], argument: str = "axis_name") -> tuple[str, ...]:
@@ -49,31 +45,23 @@ def _names_of(axis_name: str | Sequence[str], argument: str = "axis_name") -> tu
 
 
 def _local_gradients(grads: PyTree, names: tuple[str, ...]) -> tuple[list[str], list[Any], Any]:
-    """The paths of the leaves, the leaves, and their structure.
-
-    Raises TypeError or ValueError for a leaf that is no local gradient. Leaves of float0 pass.
-    """
-    leaves, structure = _leaves_of(grads)
-    numbered = structure.unflatten(range(len(leaves)))
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(numbered)]
-    for path, leaf in zip(paths, leaves, strict=True):
+    """What messages call each leaf, the leaves, and their structure. They are checked."""
+    found, structure = jax.tree_util.tree_flatten_with_path(grads, is_leaf=_is_quantized)
+    leaves = [leaf for _, leaf in found]
+    called = [f"the gradient {jax.tree_util.keystr(path) or 'grads'}" for path, _ in found]
+    for name, leaf in zip(called, leaves, strict=True):
         if not _has_no_values(leaf):
-            _check_leaf(path, leaf, names)
-    return paths, leaves, structure
+            _check_leaf(name, leaf, names)
+    return called, leaves, structure
 
 
-@jax.custom_jvp
-def _not_differentiated(x: Array) -> Array:
-    """x, which cannot be differentiated. A cast to FP8 would have the derivative 0."""
-    return x
-
-
-@_not_differentiated.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(
+# A cast to FP8 would have the derivative 0.
+_not_differentiated = undifferentiable(
+    lambda _: NotImplementedError(
         "sums of gradients in FP8 have no derivative. Use method=BFloat16Sum(), or "
         "jax.lax.stop_gradient around the gradients."
     )
+)
 
 
 def _has_no_values(leaf: Any) -> bool:
@@ -81,9 +69,8 @@ def _has_no_values(leaf: Any) -> bool:
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
-def _check_leaf(path: str, leaf: Any, names: tuple[str, ...]) -> None:
+def _check_leaf(where: str, leaf: Any, names: tuple[str, ...]) -> None:
     """Raise TypeError or ValueError if a leaf is no local gradient, to be summed over `names`."""
-    where = f"the gradient {path or 'grads'}"
     if _is_quantized(leaf):
         raise TypeError(
             f"{where} is a QuantizedTensor. Its values have scales of their own, so they cannot be "
@@ -110,14 +97,14 @@ def _check_leaf(path: str, leaf: Any, names: tuple[str, ...]) -> None:
         )
 
 
-def _check_state_varies_not(path: str, state: Sequence[Array], names: tuple[str, ...]) -> None:
+def _check_state_varies_not(where: str, state: Sequence[Array], names: tuple[str, ...]) -> None:
     """Raise ValueError if the state of a gradient differs between the devices that are summed."""
     found = sorted({name for leaf in state for name in varying_axes(leaf)} & set(names))
     if found:
         raise ValueError(
-            f"the state of the gradient {path or 'grads'} varies over {found}, over which the "
-            "gradient is summed. All devices of a sum need the same mu. Pass the state with "
-            "in_specs=jax.P() and out_specs=jax.P()."
+            f"the state of {where} varies over {found}, over which the gradient is summed. All "
+            "devices of a sum need the same mu. Pass the state with in_specs=jax.P() and "
+            "out_specs=jax.P()."
         )
 
 
@@ -125,29 +112,13 @@ def _is_quantized(leaf: Any) -> bool:
     return isinstance(leaf, QuantizedTensor)
 
 
-# Which gradients are small, and the state of each.
-
-_ALIGNED = 128
-"""Values of a group, where the method has no groups. A slice is a number of whole groups."""
-
-
-def _is_small(x: Array, devices: int, method: SumMethod) -> bool:
-    """Whether a gradient is summed in float32, because it is small.
-
-    In FP8 each device needs a whole group. With at least one group for each device, the padding is
-    at most as long as the gradient.
-    """
-    group = 1 if isinstance(method, BFloat16Sum) else getattr(method, "group", _ALIGNED)
-    return x.size < max(method.min_size, devices * group)
+# The state of each gradient.
 
 
 def _rows_of(
     state: GradientSumState | None, structure: Any, method: SumMethod
 ) -> list[GradientSumState | None]:
-    """The state of each gradient, in the order of the leaves.
-
-    Raises TypeError or ValueError if the state is missing, or belongs to another method or tree.
-    """
+    """The state of each gradient, in the order of the leaves. It is checked."""
     name = type(method).__name__
     if not isinstance(method, AutoScaledFP8):
         if state is not None:
@@ -162,7 +133,6 @@ def _rows_of(
             "needs a GradientSumState. Pass state=fp8.comms.init_gradient_sums(params, method) in "
             "the first step, and the returned state afterwards."
         )
-    columns = []
     for field, tree in zip(state._fields, state, strict=True):
         if (found := jax.tree.structure(tree)) != structure:
             raise ValueError(
@@ -170,24 +140,12 @@ def _rows_of(
                 "Make the state from the parameters that are differentiated: "
                 "fp8.comms.init_gradient_sums(params, method)."
             )
-        columns.append(jax.tree.leaves(tree))
-    if wrong := {np.shape(leaf) for column in columns for leaf in column} - {()}:
+    if wrong := {np.shape(leaf) for leaf in jax.tree.leaves(state)} - {()}:
         raise ValueError(
             f"state has leaves of the shapes {sorted(wrong)}, and each must be one number. Pass "
             "the state unchanged, with in_specs=jax.P()."
         )
-    return [GradientSumState(*row) for row in zip(*columns, strict=True)]
-
-
-def _state_from(
-    rows: list[GradientSumState | None], structure: Any, method: SumMethod
-) -> GradientSumState | None:
-    """The state of all gradients, from that of each; None for a method without state."""
-    if not isinstance(method, AutoScaledFP8):
-        return None
-    columns = zip(*(row for row in rows if row is not None), strict=True)
-    fields = [structure.unflatten(column) for column in columns]
-    return GradientSumState(*(fields or [structure.unflatten([])] * len(GradientSumState._fields)))
+    return list(structure.flatten_up_to(jax.tree.map(GradientSumState, *state)))
 
 
 # `all_reduce_gradients`: sums of gradients that every device gets.
@@ -246,37 +204,32 @@ def all_reduce_gradients(
     """
     check_method(method)
     names = _names_of(axis_name)
-    paths, leaves, structure = _local_gradients(grads, names)
+    called, leaves, structure = _local_gradients(grads, names)
     rows = _rows_of(state, structure, method)
     devices = lax.axis_size(names)
     factor = 1 / devices if mean else 1.0
 
-    def psum(x: Array) -> Array:
-        return lax.psum(x, names)
-
-    def reduced(
-        path: str, x: Array, row: GradientSumState | None
-    ) -> tuple[Array, GradientSumState | None]:
-        if _has_no_values(x):
-            return x, row
-        x = jnp.asarray(x)
-        if not isinstance(method, BFloat16Sum):
-            x = _not_differentiated(x)
-        if devices == 1 or _is_small(x, devices, method):
-            return _sum_in_float32(x, method, devices, factor, psum), row
-        if isinstance(method, BFloat16Sum):
-            return _sum_in_bfloat16(x, devices, factor, psum), row
-        slices = Slices(x.shape, devices, getattr(method, "group", _ALIGNED))
+    def reduced(name: str, x: Array, row: GradientSumState | None) -> tuple[Array, Any]:
+        plain = _sum_without_fp8(x, method, devices, factor, lambda x: lax.psum(x, names))
+        if plain is not None:
+            return plain, row
+        x = _not_differentiated(jnp.asarray(x))
+        slices = Slices(x.shape, devices, method.group)
         if isinstance(method, TwoPhaseFP8):
             return _sum_methods.all_reduce_two_phase(x, slices, names, method, factor), row
-        assert row is not None
-        _check_state_varies_not(path, row, names)
+        assert isinstance(method, AutoScaledFP8)
+        assert row is not None  # `_rows_of` has checked it
+        _check_state_varies_not(name, row, names)
         also = _also_split_over(x, row, names, also_split_over)
         return _auto_scaled.all_reduce_auto_scaled(x, slices, names, method, row, also, mean)
 
-    results = [reduced(*each) for each in zip(paths, leaves, rows, strict=True)]
-    next_state = _state_from([row for _, row in results], structure, method)
-    return structure.unflatten([leaf for leaf, _ in results]), next_state
+    results = [reduced(*each) for each in zip(called, leaves, rows, strict=True)]
+    sums = structure.unflatten([leaf for leaf, _ in results])
+    if state is None:
+        return sums, None
+    new = structure.unflatten([row for _, row in results])
+    of_one: Any = jax.tree.structure(GradientSumState(*range(6)))
+    return sums, jax.tree.transpose(structure, of_one, new)
 
 
 def _also_split_over(
@@ -300,6 +253,22 @@ def _also_split_over(
 # Sums of gradients without FP8, and how finite ones stay finite.
 
 
+def _sum_without_fp8(
+    x: Array, method: SumMethod, devices: int, factor: float, collective: Callable[[Array], Array]
+) -> Array | None:
+    """The sum of a gradient, times `factor`. None for one that the method sums in FP8."""
+    if _has_no_values(x):
+        return x
+    x = jnp.asarray(x)
+    # In FP8 each device needs a whole group. With at least one group for each device, the padding
+    # is at most as long as the gradient.
+    if devices == 1 or x.size < max(method.min_size, devices * method.group):
+        return _sum_in_float32(x, method, devices, factor, collective)
+    if isinstance(method, BFloat16Sum):
+        return _sum_in_bfloat16(x, devices, factor, collective)
+    return None
+
+
 def _sum_in_float32(
     x: Array, method: SumMethod, devices: int, factor: float, collective: Callable[[Array], Array]
 ) -> Array:
@@ -320,10 +289,8 @@ def _sum_in_float32(
 def _sum_in_bfloat16(
     x: Array, devices: int, factor: float, collective: Callable[[Array], Array]
 ) -> Array:
-    """The sum in bfloat16, times `factor`, in the dtype of x.
-
-    Values are shrunk before they are sent. So the sum of finite values does not overflow.
-    """
+    """The sum in bfloat16, times `factor`, in the dtype of x."""
+    # Values are shrunk before they are sent. So the sum of finite values does not overflow.
     shrink = shrinking(devices)
     # Without the clip to its range, bfloat16 rounds the largest float32 values up to inf.
     clipped = _scaled(widen(x), 1.0, jnp.bfloat16).astype(jnp.float32)
@@ -387,43 +354,38 @@ def reduce_scatter_gradients(
             "are clipped, and a shard is summed in float32. Use fp8.comms.TwoPhaseFP8()."
         )
     names = _names_of(axis_name)
-    paths, leaves, structure = _local_gradients(grads, names)
+    called, leaves, structure = _local_gradients(grads, names)
     devices = lax.axis_size(names)
     factor = 1 / devices if mean else 1.0
     numbered = structure.unflatten(range(len(leaves)))
     axes = jax.tree.leaves(jax.tree.broadcast(axis, numbered))
 
-    def scattered(path: str, x: Array, axis: Any) -> Array:
-        if _has_no_values(x):
-            return x
-        x = jnp.asarray(x)
-        axis = _checked_axis(path, x, axis, devices)
+    def scattered(name: str, x: Array, axis: Any) -> Array:
+        axis = 0 if _has_no_values(x) else _checked_axis(name, x, axis, devices)
 
         def scatter(x: Array) -> Array:
             return lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
 
-        if devices == 1 or _is_small(x, devices, method):
-            return _sum_in_float32(x, method, devices, factor, scatter)
-        if isinstance(method, BFloat16Sum):
-            return _sum_in_bfloat16(x, devices, factor, scatter)
-        x = _not_differentiated(x)
+        plain = _sum_without_fp8(x, method, devices, factor, scatter)
+        if plain is not None:
+            return plain
+        assert isinstance(method, TwoPhaseFP8)
+        x = _not_differentiated(jnp.asarray(x))
         slices = Slices(x.shape, devices, method.group, axis)
         return slices.shard(_sum_methods.reduce_scatter_two_phase(x, slices, names, method, factor))
 
-    results = [scattered(*each) for each in zip(paths, leaves, axes, strict=True)]
-    return structure.unflatten(results)
+    return structure.unflatten(list(map(scattered, called, leaves, axes)))
 
 
-def _checked_axis(path: str, x: Array, axis: Any, devices: int) -> int:
+def _checked_axis(where: str, x: Array, axis: Any, devices: int) -> int:
     if isinstance(axis, bool) or not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
         raise ValueError(
-            f"axis={axis!r} is no axis of the gradient {path or 'grads'} {list(x.shape)}. Name "
-            "the axis along which each device has a shard. Sum gradients that are not split with "
-            "all_reduce_gradients."
+            f"axis={axis!r} is no axis of {where} {list(x.shape)}. Name the axis along which each "
+            "device has a shard. Sum gradients that are not split with all_reduce_gradients."
         )
     if x.shape[axis] % devices:
         raise ValueError(
-            f"axis={axis} of the gradient {path or 'grads'} {list(x.shape)} cannot be split evenly "
-            f"among {devices} devices. Choose another axis, or use all_reduce_gradients."
+            f"axis={axis} of {where} {list(x.shape)} cannot be split evenly among {devices} "
+            "devices. Choose another axis, or use all_reduce_gradients."
         )
     return axis % x.ndim

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +41,7 @@ class BFloat16Sum:
     """
 
     min_size: int = 4096
+    group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         _check_count(self, "min_size", least=0)
@@ -138,6 +139,7 @@ class AutoScaledFP8:
     patience: int = 0
     reduction: Reduction = "exchange"
     min_size: int = 4096
+    group: ClassVar[int] = 128  # a slice is a number of whole groups
 
     def __post_init__(self) -> None:
         _check_format(self)
@@ -193,10 +195,7 @@ def _check_count(method: Any, field: str, *, least: int) -> None:
 
 
 def shrinking(devices: int) -> float:
-    """The largest power of two of at most 1 / devices.
-
-    A sum over devices of finite values, each times this number, is finite.
-    """
+    """The largest power of two of at most 1 / devices, which keeps a sum over devices finite."""
     return 2.0 ** -(devices - 1).bit_length()
 
 
@@ -206,10 +205,7 @@ def shrinking(devices: int) -> float:
 def reduce_scatter_two_phase(
     x: Array, slices: Slices, names: tuple[str, ...], method: TwoPhaseFP8, factor: float
 ) -> Array:
-    """The sum of this device's slice over all devices, times `factor`: [groups, group] float32.
-
-    It is finite for finite gradients. A sum above the largest float32 is clipped to it.
-    """
+    """The sum of this device's slice over all devices, times `factor`: [groups, group] float32."""
     values, scale = (exchange(each, names) for each in _quantized(slices.cut(x), method))
     # Where the sum of a group could overflow, even if its mean could not, all values are shrunk by
     # a power of two. Elsewhere the power is 1, so that no small value is lost.
@@ -233,13 +229,11 @@ def all_reduce_two_phase(
 
 
 def _quantized(x: Array, method: TwoPhaseFP8) -> tuple[Array, Array]:
-    """The values [..., group] and scales [..., 1] of groups.
-
-    The scale of a group with an inf or NaN is NaN. The rule gives it the multiplier 1, with which
-    its finite values could be far off.
-    """
+    """The values [..., group] and scales [..., 1] of groups."""
     largest = amax(x, PerAxis(*range(x.ndim - 1)))
     multiplier, scale = method.scale.apply(largest, method.format)
+    # A group with an inf or NaN gets the scale NaN. The rule gives it the multiplier 1, with which
+    # its finite values could be far off.
     if method.scale.scale_format is None:  # the byte of an E8M0 scale is that of NaN already
         scale = jnp.where(largest < jnp.inf, scale, jnp.nan)
     return saturating_cast(x, multiplier, method.format), scale

@@ -1,12 +1,9 @@
-"""The arrays of a call: operands, and what the backward pass keeps of them.
-
-`undifferentiable` marks arrays that no gradient can pass.
-"""
+"""The arrays of a call: operands, and what the backward pass keeps of them."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8._quantized_tensor import QuantizedTensor
-from jaxfp8._typing import Array, Matmul, PyTree, Tensor
+from jaxfp8._typing import Array, Matmul, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.numerics._granularity import AbstractGranularity
@@ -225,26 +222,3 @@ class Arrays(NamedTuple):
     quantizers: QuantizerArrays
     held: HeldCopies | None = None
     rows: Rows | None = None  # which rows of x belong to which matrix of w
-
-
-# Identities that raise an error when they are differentiated.
-#
-# The derivative of a cast to FP8 is zero almost everywhere. JAX would return these zeros without a
-# message.
-
-T = TypeVar("T")
-
-
-def undifferentiable(error: Callable[[PyTree], Exception]) -> Callable[[T], T]:
-    """An identity of trees that raises `error(tree)` when it is differentiated."""
-
-    @jax.custom_jvp
-    def identity(tree: T) -> T:
-        return tree
-
-    @identity.defjvp
-    def refuse(primals: PyTree, tangents: PyTree) -> PyTree:
-        del tangents
-        raise error(primals)
-
-    return identity

@@ -19,7 +19,7 @@ from jaxfp8.numerics._formats import check_out_dtype, product_dtype, sum_dtype
 from jaxfp8.plan._backends import grouped_backends, tile_rows
 from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._place import Whole
+from jaxfp8.sharding._place import Place
 from jaxfp8.state._gradient_channel import in_gradient_channel
 from jaxfp8.state._identity import known_scales, match_state
 from jaxfp8.state._state import MatmulState
@@ -70,7 +70,7 @@ class GroupedCall:
             in_gradient_channel=probe is not None and probe.channel == "gradient",
             settled=own is not None and own.settled,
             amax_axes=_amax_axes(recipe, how.reduce_axes, probe.reduce_axes if probe else None),
-            places=Places(Whole(), Whole(), Whole()),
+            places=Places(Place(), Place(), Place()),
             kernels=kernels,
             backends=backends,
             prologue=None,

@@ -22,7 +22,7 @@ from jaxfp8.prologues._prologue import Source, value_of
 from jaxfp8.quantizers._base import Operand, ScaleInputs
 from jaxfp8.recipes._recipe import PlannedCast, plan_casts
 from jaxfp8.sharding._amax import manual_axes, pmax, varying_axes
-from jaxfp8.sharding._place import Place, Whole
+from jaxfp8.sharding._place import Place
 from jaxfp8.state._ledger import observe
 
 # The PRNG key of a cast with stochastic rounding: each tensor and each shard has its own.
@@ -104,7 +104,7 @@ def quantize_operand(
     found = dict(zip(arrays.amaxes.keys, arrays.amaxes.amaxes, strict=True))
     backends = getattr(call.backends, tensor)
     # Both copies of g are gathered in one pass, those of x and w in different passes.
-    gathered = tensor == "g" and not isinstance(place, Whole)
+    gathered = tensor == "g" and place.mesh is not None
     for planned in plan_casts(
         call.recipe, call.geometry, tensor, backends, column_sums, gathered, call.by_xla, only
     ):

@@ -38,7 +38,6 @@ from jaxfp8.matmul._arrays import (
     QuantizerArrays,
     Rows,
     name_amax,
-    undifferentiable,
 )
 from jaxfp8.matmul._call import NO_VARIATION, Call, Variation
 from jaxfp8.matmul._given import add_bias
@@ -46,6 +45,7 @@ from jaxfp8.matmul._grouped_operands import quantize_rows, wgrad_operand
 from jaxfp8.matmul._operands import Quantized, Seen, quantize_operand
 from jaxfp8.matmul._stats import CastStats, send_stats
 from jaxfp8.numerics._formats import sum_dtype
+from jaxfp8.numerics._rounding import undifferentiable
 from jaxfp8.prologues._prologue import Produced, Source, produce_again, value_of
 from jaxfp8.quantizers._base import Operand
 from jaxfp8.sharding._amax import manual_axes, vary_as, varying_axes, varying_axes_of_type

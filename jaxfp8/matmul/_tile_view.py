@@ -28,7 +28,7 @@ from jaxfp8.matmul._call import Places
 from jaxfp8.matmul._given import Given
 from jaxfp8.numerics._per_block import is_explicit, merge_axes
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._place import Place, Whole
+from jaxfp8.sharding._place import Place
 from jaxfp8.weights._quantized_weight import WeightAxes
 
 Sharding: TypeAlias = jax.sharding.NamedSharding | jax.P | None
@@ -196,7 +196,7 @@ def view_for(
     tile: int | None,
     geometry: TrainingGeometry,
     shapes: tuple[Axes, Axes],
-    y_place: Place = Whole(),  # noqa: B008
+    y_place: Place = Place(),  # noqa: B008
 ) -> View:
     """The view for tiles of at most `tile` values a side. `tile` is None for recipes without tiles.
 

@@ -11,13 +11,15 @@ References:
 """
 
 import functools
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfp8._typing import Array, Rounding
+from jaxfp8._typing import Array, PyTree, Rounding
 from jaxfp8.numerics._exact import TINY, constant_like, is_finite, power_of_two, to_float32, widen
 from jaxfp8.numerics._formats import Format
 
@@ -154,3 +156,26 @@ def _stochastic(v: Array, format: Format, key: Array) -> Array:
     threshold = ((steps - whole) * 2.0**32).astype(jnp.uint32)
     up = jax.random.bits(key, v.shape, jnp.uint32) < threshold
     return (whole + up.astype(jnp.float32)) * spacing
+
+
+# Identities that raise an error when they are differentiated.
+#
+# The derivative of a cast to FP8 is zero almost everywhere. JAX would return these zeros without a
+# message.
+
+T = TypeVar("T")
+
+
+def undifferentiable(error: Callable[[PyTree], Exception]) -> Callable[[T], T]:
+    """An identity of trees that raises `error(tree)` when it is differentiated."""
+
+    @jax.custom_jvp
+    def identity(tree: T) -> T:
+        return tree
+
+    @identity.defjvp
+    def refuse(primals: PyTree, tangents: PyTree) -> PyTree:
+        del tangents
+        raise error(primals)
+
+    return identity

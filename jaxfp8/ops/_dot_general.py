@@ -28,7 +28,7 @@ from jaxfp8.plan._backends import XLA
 from jaxfp8.plan._kernels import NO_SHAPE, check_kernels
 from jaxfp8.prologues._prologue import produce
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._place import Whole
+from jaxfp8.sharding._place import Place
 from jaxfp8.sharding._shard import place_operand, place_result
 from jaxfp8.state._gradient_channel import in_gradient_channel
 from jaxfp8.state._identity import known_scales, match_state
@@ -294,7 +294,7 @@ def _read_operands(
         check_key(how.key)
     made = None if how.prologue is None else produce(how.prologue, *arrays)
     x = arrays[0] if made is None else made.value
-    places = Places(place_operand("x", x, how.x_shard), place_operand("w", w, how.w_shard), Whole())
+    places = Places(place_operand("x", x, how.x_shard), place_operand("w", w, how.w_shard), Place())
     check_whole_axis(x, places.x, how)
     shapes = places.x.whole_shape(x.shape), places.w.whole_shape(w.shape)
     geometry = TrainingGeometry.of(_axes(shapes, dimension_numbers, how), x.ndim, w.ndim)

@@ -25,11 +25,11 @@ from jaxfp8.kernels.cast._api import KnownScale, cast_copies
 from jaxfp8.kernels.quantize import _api as kernel
 from jaxfp8.kernels.scaled_matmul._api import multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.matmul._arrays import undifferentiable
 from jaxfp8.matmul._options import check_arrays, check_float
 from jaxfp8.numerics._exact import TINY
 from jaxfp8.numerics._formats import E5M2, FLOAT_DTYPES, Format, check_out_dtype, product_dtype
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
+from jaxfp8.numerics._rounding import undifferentiable
 from jaxfp8.numerics._scale import ScaleRule, inverse
 from jaxfp8.plan._kernels import Kernels, check_kernels
 from jaxfp8.prologues._prologue import AbstractPrologue, produce

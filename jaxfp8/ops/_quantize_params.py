@@ -12,18 +12,19 @@ from jax import lax
 
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType, FP8StateError, PyTree
-from jaxfp8.matmul._arrays import QuantizerArrays, undifferentiable
+from jaxfp8.matmul._arrays import QuantizerArrays
 from jaxfp8.matmul._call import NO_VARIATION, AmaxAxes, Call, Places, Variation, amax_axes
 from jaxfp8.matmul._operands import quantize_operand
 from jaxfp8.matmul._options import check_float
 from jaxfp8.matmul._tile_view import View, view_of_weight
 from jaxfp8.numerics._formats import check_out_dtype
+from jaxfp8.numerics._rounding import undifferentiable
 from jaxfp8.plan._backends import Backends
 from jaxfp8.plan._kernels import Kernels
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import varying_axes
-from jaxfp8.sharding._place import Place, Whole
+from jaxfp8.sharding._place import Place
 from jaxfp8.sharding._shard import place_operand
 from jaxfp8.state._identity import known_scales, match_state
 from jaxfp8.state._ledger import zero_ledgers
@@ -163,7 +164,7 @@ def _cast(
     # It raises an error for recipes that need the weight itself.
     plan_weight_casts(recipe, view.geometry)
     across = amax_axes(recipe, axes.reduce_axes, None)
-    where = view.places(Places(Whole(), where, Whole())).w
+    where = view.places(Places(Place(), where, Place())).w
     call = _call(recipe, view, where, across, own)
     arrays = QuantizerArrays()
     if own is not None:
@@ -205,7 +206,7 @@ def _call(
         recipe=recipe, geometry=view.geometry, out_dtype=none, precision=none,
         fast_accumulation=False, out_sharding=none, collected=own is not None,
         in_gradient_channel=False, settled=own is not None and own.settled, amax_axes=across,
-        places=Places(Whole(), where, Whole()), kernels=Kernels(), backends=Backends(),
+        places=Places(Place(), where, Place()), kernels=Kernels(), backends=Backends(),
         prologue=None, save_original=(), watched=None,
     )  # fmt: skip
 

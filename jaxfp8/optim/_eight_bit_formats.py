@@ -33,9 +33,7 @@ from jaxfp8.sharding._amax import manual_axes, pmax, types_show_varying, varying
 
 # Moments and master weights in FP8, with one scale for a tensor.
 
-
-_SMALL = 4096
-"""Arrays with fewer values stay in float32: norms and biases. They take few bytes."""
+_SMALL = 4096  # arrays with fewer values stay in float32: norms and biases. They take few bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,18 +143,16 @@ class FP8(AbstractMaster, AbstractMomentFormat):
 # A group is `group` neighbours along the last axis of the global array. So the stored bits do not
 # depend on the mesh.
 
+# The largest value of E4M3 over its third one above 0. The smallest value of a group becomes this
+# third one. With the second or the fourth one rms errors are within 9 % of these, some larger, some
+# smaller (the groups of benchmarks/optimizers/moment_accuracy.py).
 _RANGE = E4M3.max / (3 * 2.0 ** (E4M3.min_exponent - E4M3.mantissa_bits))
-"""The largest value of E4M3 over its third one above 0. The smallest value of a group becomes this
-third one. With the second or the fourth one rms errors are within 9 % of these, some larger, some
-smaller (the groups of benchmarks/optimizers/moment_accuracy.py)."""
 # Products, because XLA makes one of a quotient by a constant. Their results at the ends are 1.
 _LAST, _LAST_2, _LAST_4 = (float(np.float32(1) / np.float32(x)) for x in (127, 127**2, 255.0**4))
-LEAST_ROOT = 2
-"""Of a second moment above 0."""
-_LEAST_POWER = 0.125
-"""Of an expansion. With it a group can span the whole range of float32."""
+LEAST_ROOT = 2  # of a second moment above 0
+_LEAST_POWER = 0.125  # of an expansion. With it a group can span the whole range of float32
+# Of a group. Less would gain nothing: float32 rounds the logarithm. Its power is 11,520.
 _LEAST_SPREAD = 1 + 2.0**-10
-"""Of a group. Less would gain nothing: float32 rounds the logarithm. Its power is 11,520."""
 
 
 class Int8State(NamedTuple):
@@ -350,10 +346,7 @@ def _has_groups(of_groups: Array, values: Array, group: int) -> bool:
 
 
 def _relative(x: Array, tile: PerBlock) -> tuple[Array, Array]:
-    """The largest magnitude of each group, NaN if it is not finite, and `|x|` relative to it.
-
-    A magnitude below 2^-126 counts as 0, as everywhere in jaxfp8.
-    """
+    """The largest magnitude of each group, NaN if it is not finite, and `|x|` relative to it."""
     largest = amax(x, tile)
     largest = jnp.where(largest >= TINY, largest, 0)
     finite = largest < jnp.inf

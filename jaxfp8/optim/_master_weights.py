@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.numerics._formats import E4M3, E5M2
 from jaxfp8.ops._quantize_params import path_name, requantize
@@ -26,7 +25,7 @@ from jaxfp8.optim._masters import (
     MasterState,
     round_to_bfloat16,
 )
-from jaxfp8.optim._weights import Overwrite, Parameters, dtype_of
+from jaxfp8.optim._weights import Overwrite, Parameters, dtype_of, is_float, widened
 from jaxfp8.state._state import MatmulState
 from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
 
@@ -34,11 +33,7 @@ from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
 
 
 def _has_master(leaf: Any, path: str) -> bool:
-    """Whether a parameter gets a master weight. ValueError for an FP8 array, which has no scale.
-
-    Parameters in float32 and float64 are exact enough themselves. Parameters that are no floats are
-    not trained in bfloat16.
-    """
+    """Whether a parameter gets a master weight: one in few bits does."""
     dtype = dtype_of(leaf)
     if dtype is None or dtype in (jnp.bfloat16, jnp.float16):
         return True
@@ -51,10 +46,7 @@ def _has_master(leaf: Any, path: str) -> bool:
 
 
 def _start_of(leaf: Any) -> Array:
-    """The float32 value [...] of a parameter, at which its master weight starts.
-
-    It is a copy, so the optimizer state can be donated while the parameter is in use.
-    """
+    """The float32 value [...] of a parameter, at which its master weight starts."""
     if is_weight(leaf):
         if leaf.original is None:
             raise ValueError(
@@ -63,6 +55,7 @@ def _start_of(leaf: Any) -> Array:
                 "weights=params)."
             )
         leaf = leaf.original
+    # Without the copy, a donated optimizer state would take a float32 parameter with it.
     return jnp.array(leaf, jnp.float32, copy=True)
 
 
@@ -79,10 +72,7 @@ def _with_originals(weights: PyTree) -> PyTree:
 
 
 def _rounded(master: Array, like: Any, state: MatmulState | None) -> Any:
-    """The parameter in the place of `like`, for a master weight float32 [...].
-
-    `state` is the quantizer state of its matmul, or None.
-    """
+    """The parameter in the place of `like`, for a master weight float32 [...]."""
     if dtype_of(like) == jnp.float16:
         return master.astype(jnp.float16)
     w = round_to_bfloat16(master)
@@ -118,10 +108,7 @@ def _trees_of(
 
 
 def _states_of(masters: MasterState, parameters: Parameters) -> list[MasterState]:
-    """The state of each parameter, from the state of all.
-
-    ValueError if a parameter gets a master weight and has none, or the other way round.
-    """
+    """The state of each parameter, from the state of all. It is checked."""
     columns = map(parameters.like, masters)
     states = [type(masters)(*each) for each in zip(*columns, strict=True)]
     for path, leaf, state in zip(parameters.paths, parameters.leaves, states, strict=True):
@@ -280,9 +267,9 @@ def with_master_weights(
         old = _states_of(opt_state.masters, parameters)
         _check_some(parameters)
         masters = _loaded(master, old, parameters)
-        widened = map(_widened, parameters.like(grads), masters)
+        wide = list(map(widened, parameters.like(grads), masters))
         updates, inner_state = inner.update(
-            parameters.tree(list(widened)), opt_state.inner, parameters.tree(masters), **extra_args
+            parameters.tree(wide), opt_state.inner, parameters.tree(masters), **extra_args
         )
         states, written = [], []
         for leaf, value, step, each, own in zip(
@@ -306,24 +293,11 @@ def _check_some(parameters: Parameters) -> None:
     """Raise ValueError if there are floats, but none in low precision."""
     if any(map(_has_master, parameters.leaves, parameters.paths)):
         return
-    if any(map(_is_float, parameters.leaves)):
+    if any(map(is_float, parameters.leaves)):
         raise ValueError(
             "params are all in float32, so with_master_weights has nothing to do. Start with "
             "params, opt_state = init_master_weights(tx, params), which rounds them to bfloat16."
         )
-
-
-def _is_float(x: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
-
-
-def _widened(grad: Any, master: Any) -> Any:
-    """A gradient in float32, or in float64 where the parameter is float64."""
-    if isinstance(grad, QuantizedTensor):
-        return grad.dequantize(jnp.float32)
-    if not _is_float(grad):
-        return grad
-    return jnp.asarray(grad).astype(jnp.promote_types(jnp.result_type(master), jnp.float32))
 
 
 # From float32 parameters to low-precision weights with master weights, and back.

@@ -1,8 +1,7 @@
 """Kinds of master weights.
 
-A kind is a frozen dataclass. Its state is a NamedTuple with a field for each array that it stores.
-The functions here see the state of one parameter. `MasterWeightsState` has the same NamedTuple of
-trees.
+A kind is a frozen dataclass. It sees the state of one parameter, a NamedTuple of arrays.
+`MasterWeightsState` has the same NamedTuple of trees.
 """
 
 import abc
@@ -61,36 +60,21 @@ def _half_added(bits: Array, dropped: int) -> Array:
 
 
 def _rounded_to_24_bits(x: Array) -> Array:
-    """`x` [...] float32 without its last 8 mantissa bits, to nearest, ties away from zero.
-
-    NaN stays NaN. A magnitude of `(2 - 2^-16) * 2^127` or more becomes inf.
-    """
+    """`x` [...] float32 without its last 8 mantissa bits, to nearest, ties away from zero."""
     kept = _half_added(_bits(x), 8) & ~jnp.uint32(0xFF)
     return lax.bitcast_convert_type(kept, jnp.float32)
 
 
 def round_to_bfloat16(x: Array) -> Array:
-    """`x` [...] float32 rounded to nearest, ties away from zero, [...] bfloat16.
-
-    NaN stays NaN, and inf stays inf. `x.astype(jnp.bfloat16)` differs at ties: it rounds them to
-    even.
-
-    Example:
-      >>> tie = jnp.float32(1 + 2**-8)
-      >>> round_to_bfloat16(tie), tie.astype(jnp.bfloat16)
-      (Array(1.00781, dtype=bfloat16), Array(1, dtype=bfloat16))
-    """
+    """`x` [...] float32 rounded to nearest, ties away from zero, [...] bfloat16."""
     high = _half_added(_bits(x), 16) >> 16
     return lax.bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16)
 
 
 def _split(x: Array) -> tuple[Array, Array]:
-    """A float32 [...] as `round_to_bfloat16(x)` and its low 16 bits, uint16. Inverse: `_joined`.
-
-    The remainder of NaN is 0, so a NaN keeps its sign and the first 7 bits of its mantissa, with
-    the quiet bit set.
-    """
+    """A float32 [...] as `round_to_bfloat16(x)` and its low 16 bits, uint16. Inverse: `_joined`."""
     bits = _bits(x)
+    # With the remainder 0 a NaN keeps its sign, and the first 7 bits of its mantissa.
     low = jnp.where(_is_nan(bits), jnp.uint32(0), bits).astype(jnp.uint16)
     return round_to_bfloat16(x), low
 
@@ -119,20 +103,9 @@ _SMALLEST = -126  # exponent of the smallest normal float32
 def _to_scaled_float16(
     x: Array, old_scale: Array | None, u: Array | None = None
 ) -> tuple[Array, Array]:
-    """`x` as `values * scale`, with the scale of the largest finite magnitude in `x`.
+    """`x` [...] as `values * scale`, with the scale of the largest finite magnitude in `x`.
 
-    inf and NaN stay what they are, and have no effect on the scale. An x without a finite value
-    other than 0 has the scale 1. The product is inf where x rounded to 11 bits is 2^128. The
-    bfloat16 of such an x is inf, too.
-
-    Inside `jax.shard_map` the largest magnitude is reduced over the mesh axes over which x varies
-    and the old scale does not. Without an old scale it is reduced over all axes over which x
-    varies. ValueError inside `shard_map(check_vma=False)`, where types do not say which these are.
-
-    Args:
-      x: [...] float32.
-      old_scale: float32 [], the scale that the new one replaces.
-      u: `thresholds` of rounding. None rounds to nearest even.
+    The new scale replaces `old_scale`. `u` has `thresholds` of rounding; None rounds to nearest.
     """
     if not types_show_varying():
         raise ValueError(
@@ -140,7 +113,7 @@ def _to_scaled_float16(
             "not say over which axes its scale is shared. Use check_vma=True, or another master."
         )
     magnitude = lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
-    # The order of magnitudes is the order of their bits.
+    # The order of magnitudes is the order of their bits. inf and NaN have no effect on the scale.
     finite = jnp.where(magnitude < _INFINITY, magnitude, 0)
     largest = jnp.max(finite, initial=0)
     shared = varying_axes(x) - (frozenset() if old_scale is None else varying_axes(old_scale))

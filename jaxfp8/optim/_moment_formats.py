@@ -78,15 +78,8 @@ def _hash(step: Array) -> Array:
 def round_code(n: Array, below: Array, value_of: Callable[[Array], Array], u: Array) -> Array:
     """The code `below`, or the next one if n is far enough on the way to it, [...] int32.
 
-    Args:
-      n: float32 [...], at least 0.
-      below: the last code whose value is at most n. It may be off by 1 where n is next to a value.
-      value_of: the value float32 [...] of codes int32 [...]. It grows with the code.
-      u: thresholds.
-
-    Example:
-      >>> round_code(jnp.float32(2.3), jnp.int32(2), lambda code: code * 1.0, jnp.float32(0.2))
-      Array(3, dtype=int32)
+    `below` is the last code whose value is at most n. It may be off by 1 where n is next to a value
+    of a code, which `value_of` gives. `u` has thresholds.
     """
     low, high = value_of(below), value_of(below + 1)
     return below + (n - low > u * (high - low)).astype(jnp.int32)
@@ -99,14 +92,7 @@ def round_to_float_code(n: Array, dtype: DType, u: Array) -> Array:
 
 
 def float_code_below(n: Array, dtype: DType) -> Array:
-    """The code of the largest value of a short float that is at most n, [...] int32.
-
-    n is float32, from 0 to the largest value of the dtype. The dtype has 16 bits or fewer.
-
-    Example:
-      >>> float_code_below(jnp.float32(449.0), jnp.float8_e4m3fn)
-      Array(126, dtype=int32)
-    """
+    """The code of the largest value of a short float that is at most n, from 0 on: [...] int32."""
     info = jnp.finfo(dtype)
     dropped = 23 - info.nmant
     # Without the difference of the biases, the first bits of a float32 are a normal code.

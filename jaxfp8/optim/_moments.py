@@ -1,5 +1,6 @@
 """Moments of an optimizer, stored in short formats."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -19,27 +20,30 @@ from jaxfp8.ops._quantize_params import path_name
 from jaxfp8.optim._eight_bit_formats import ExpandedFP8State, Int8State, LinearInt8State
 from jaxfp8.optim._masters import Float16State
 from jaxfp8.optim._moment_formats import AbstractMomentFormat, PerParameter
-from jaxfp8.optim._weights import Parameters
+from jaxfp8.optim._weights import is_float, widened
 from jaxfp8.sharding._amax import manual_axes, types_show_varying, varying_axes
 from jaxfp8.weights._quantized_weight import is_weight
 
 # The nodes of an optimizer state that hold stored moments.
 
-_STORED = (QuantizedTensor, Float16State, Int8State, LinearInt8State, ExpandedFP8State)
-_CODES, _FP8 = (jnp.int8, jnp.uint8), (jnp.float8_e4m3fn, jnp.float8_e5m2)
+_FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+# For each node the dtypes of its first array, by which it is told from parameters.
+_STORED: dict[Any, tuple[Any, ...]] = {
+    Int8State: (jnp.int8, jnp.uint8),
+    LinearInt8State: (jnp.int8,),
+    ExpandedFP8State: _FP8,
+    Float16State: (jnp.float16,),
+    QuantizedTensor: _FP8,
+}
 
 
 def is_stored_moment(node: Any) -> bool:
     """Whether a node is a moment that a format has stored. A bfloat16 array is no node."""
-    return isinstance(node, _STORED)
+    return isinstance(node, tuple(_STORED))
 
 
 def restore_moment_nodes(state: PyTree) -> PyTree:
-    """An optimizer state whose stored moments are nodes again.
-
-    `nnx.Optimizer.update` turns a node into an `nnx.State` with its fields. They are told from
-    parameters by their dtypes.
-    """
+    """A state whose moments are nodes again. `nnx.Optimizer.update` makes them `nnx.State`s."""
     return jax.tree.map(
         lambda node: _node_of(node) or node, state, is_leaf=lambda node: bool(_node_of(node))
     )
@@ -50,18 +54,12 @@ def _node_of(fields: Any) -> Any:
     if not isinstance(fields, nnx.State):
         return None
     arrays: dict[Any, Any] = dict(fields)
-    dtypes = {name: getattr(x, "dtype", None) for name, x in arrays.items()}
-    match {*arrays}:
-        case names if names == {*Int8State._fields} and dtypes["roots"] in _CODES:
-            return Int8State(**arrays)
-        case names if names == {*LinearInt8State._fields} and dtypes["codes"] == jnp.int8:
-            return LinearInt8State(**arrays)
-        case names if names == {*ExpandedFP8State._fields} and dtypes["values"] in _FP8:
-            return ExpandedFP8State(**arrays)
-        case names if names == {*Float16State._fields} and dtypes["values"] == jnp.float16:
-            return Float16State(**arrays)
-        case names if names == {"values", "scale"} and dtypes["values"] in _FP8:
-            return QuantizedTensor(**arrays, granularity=PerTensor(), dtype=jnp.dtype(jnp.float32))
+    for kind, dtypes in _STORED.items():
+        names = getattr(kind, "_fields", ("values", "scale"))
+        if {*arrays} == {*names} and getattr(arrays[names[0]], "dtype", None) in dtypes:
+            if kind is QuantizedTensor:
+                return kind(**arrays, granularity=PerTensor(), dtype=jnp.dtype(jnp.float32))
+            return kind(**arrays)
     return None
 
 
@@ -201,31 +199,23 @@ def _mapped(
     state: PyTree, formats: Mapping[str, Any], one: Callable[[str, str, Any, int], Any]
 ) -> PyTree:
     """An optimizer state with `one(field, name, leaf, index)` for each leaf of the named fields."""
-    count = 0
+    count = itertools.count()
 
     def is_node(node: Any) -> bool:
         return not is_stored_moment(node) and bool({*getattr(node, "_fields", ())} & {*formats})
 
-    def leaf(field: str) -> Callable[[Any, Any], Any]:
-        def mapped(path: Any, x: Any) -> Any:
-            nonlocal count
-            count += 1
-            return one(field, path_name(path), x, count - 1)
-
-        return mapped
+    def moments(field: str, tree: PyTree) -> PyTree:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: one(field, path_name(path), x, next(count)),
+            tree,
+            is_leaf=is_stored_moment,
+        )
 
     def node(node: Any) -> Any:
         if not is_node(node):
             return node
-        return node._replace(
-            **{
-                field: jax.tree_util.tree_map_with_path(
-                    leaf(field), getattr(node, field), is_leaf=is_stored_moment
-                )
-                for field in node._fields
-                if field in formats
-            }
-        )
+        fields = [field for field in node._fields if field in formats]
+        return node._replace(**{field: moments(field, getattr(node, field)) for field in fields})
 
     return jax.tree.map(node, state, is_leaf=is_node)
 
@@ -276,7 +266,7 @@ def _format_of(format: AbstractMomentFormat | PerParameter, name: str) -> Abstra
 
 def _is_stored_by(format: AbstractMomentFormat, x: Any) -> bool:
     """Whether a format stores an array. Numbers and small arrays stay as they are."""
-    large = _is_float(x) and jnp.ndim(x) > 0 and jnp.size(x) > 0
+    large = is_float(x) and jnp.ndim(x) > 0 and jnp.size(x) > 0
     return large and _global_size(x) >= format.min_size
 
 
@@ -287,21 +277,8 @@ def _seed(seed: Any) -> Array:
     return jnp.asarray(seed).astype(jnp.uint32)
 
 
-def _is_float(x: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
-
-
 def _widened(tree: PyTree) -> PyTree:
-    """Gradients, or parameters, in float32; float64 stays."""
-
-    def one(x: Any) -> Any:
-        if isinstance(x, QuantizedTensor):
-            return x.dequantize(jnp.float32)
-        if not _is_float(x):
-            return x
-        return jnp.asarray(x).astype(jnp.promote_types(jnp.result_type(x), jnp.float32))
-
-    return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, QuantizedTensor))
+    return jax.tree.map(widened, tree, is_leaf=lambda node: isinstance(node, QuantizedTensor))
 
 
 def _shard_key(key: Array, x: Array) -> Array:
@@ -354,19 +331,16 @@ def _check_stored(field: str, format: AbstractMomentFormat, stored: Any) -> None
 
 def _check_without_weights(params: PyTree) -> None:
     """Raise TypeError if a parameter is a weight in FP8, whose moments no optimizer can add to."""
-    parameters = Parameters.of(params)
-    for path, leaf in zip(parameters.paths, parameters.leaves, strict=True):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight):
         if is_weight(leaf):
             raise TypeError(
-                f"params{path} is {leaf}, which this optimizer cannot change. Give it the master "
-                "weights: with_master_weights(tx, master=...), and init_master_weights."
+                f"params{jax.tree_util.keystr(path)} is {leaf}, which this optimizer cannot change."
+                " Give it the master weights: with_master_weights(tx, master=...), and "
+                "init_master_weights."
             )
 
 
 def _global_size(x: Array) -> int:
-    """The number of values of an array on all devices.
-
-    Inside `jax.shard_map` an array that varies over a mesh axis counts as split over it.
-    """
+    """The number of values of an array on all devices, over which it is split."""
     axes = varying_axes(x) if isinstance(x, jax.Array) else ()
     return math.prod(jnp.shape(x)) * math.prod(lax.axis_size(axis) for axis in axes)

@@ -15,7 +15,8 @@ from jaxfp8._typing import Array, PyTree
 from jaxfp8.jaxprs._data_flow import labels_of, union_of_labels
 from jaxfp8.optim._moments import MomentFormatsState
 from jaxfp8.optim._release_scan import Operands, release_scan
-from jaxfp8.optim._released import SEAL, Released, carriers_of, count_layers, is_float, unpack_state
+from jaxfp8.optim._released import SEAL, Released, carriers_of, count_layers, unpack_state
+from jaxfp8.optim._weights import is_float
 from jaxfp8.sharding._amax import manual_axes, types_show_varying
 from jaxfp8.weights._quantized_weight import is_weight
 
@@ -35,16 +36,12 @@ _CURE = (
 def _check_uncoupled(tx: optax.GradientTransformation, params: PyTree) -> None:
     """Raise ValueError if an update may couple parameters.
 
-    `tx.init` and `tx.update` are traced, and nothing is computed. The update of a parameter must
-    not depend on another parameter or its gradient, in any number of steps. An array of the
-    optimizer state must not depend on several of them. Whether values are finite may depend on all.
-
-    In a tree of one parameter, a list of two copies stands in its place. An exception of `tx` is
-    raised as it is, with a note.
+    The update of a parameter must not depend on another parameter or its gradient, in any number of
+    steps. An array of the optimizer state must not depend on several of them.
     """
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     alone = len(names) == 1
-    if alone:
+    if alone:  # two copies stand for those of two layers
         params = jax.tree.map(lambda x: [x, x], params)
         names = [names[0], f"{names[0]} of another layer"]
     try:
@@ -78,11 +75,8 @@ def _check_uncoupled(tx: optax.GradientTransformation, params: PyTree) -> None:
 def _labels_after_steps(
     tx: optax.GradientTransformation, params: PyTree
 ) -> tuple[list[int], dict[str, int]]:
-    """What updates and arrays of the state depend on after any number of steps.
-
-    Label i is parameter i, or its gradient. The first result has the labels of each parameter's
-    update, the second one those of each array of the state by its path.
-    """
+    """The parameters that each update, and each array of the state, depends on after any steps."""
+    # Label i is parameter i, or its gradient.
     leaves, flat = jax.tree.flatten(params)
     treedef: Any = flat  # jax gives it no type
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
@@ -157,11 +151,6 @@ class Release:
             have the same first axis.
           TypeError: if a parameter or an array of the optimizer state has a dtype that cannot
             leave a backward pass, or if the optimizer needs the loss or other arguments.
-
-        Example:
-          >>> layers = release(optax.adam(1e-3)).init({"w": jnp.ones((3, 4, 4))})
-          >>> layers.params["w"].shape, layers.opt_state[0].mu["w"].shape
-          ((3, 4, 4), (3, 4, 4))
         """
         layers = count_layers(params)
         return self.pack(params, _seeded(jax.vmap(self.tx.init)(params), layers))
@@ -184,11 +173,22 @@ class Release:
           >>> params = {"w": jnp.ones((3, 4, 4))}
           >>> layers = release(tx).pack(params, jax.vmap(tx.init)(params))
         """
-        layers = _pack_released(params, opt_state)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight):
+            if is_weight(leaf) or not is_float(leaf):
+                raise TypeError(
+                    f"params{jax.tree_util.keystr(path)} is "
+                    f"{leaf if is_weight(leaf) else jnp.result_type(leaf)}. Released parameters "
+                    "must be arrays of floats. Scan over other arrays beside them, and train "
+                    "weights in FP8 with the usual update."
+                )
+        leaves, treedef = jax.tree.flatten(opt_state)
+        count_layers((params, leaves))
+        carriers = [carriers_of(jnp.asarray(leaf)) for leaf in leaves]
         if not self.per_layer:
             one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
             _check_uncoupled(self.tx, one)
-        return layers
+        seal = lax.bitcast_convert_type(jnp.asarray(SEAL), jnp.float32)
+        return Released(params, carriers, seal, tuple(map(jnp.result_type, leaves)), treedef)
 
     def scan(
         self, f: Callable[[Any, Any], tuple[Any, Any]], init: PyTree, xs: PyTree
@@ -233,70 +233,53 @@ class Release:
                 f"xs has {len(places)} nodes of Released, but Release.scan needs one. Make it by "
                 "release(tx).init(params), with the parameters of all layers in one tree."
             )
-        place = places[0]
+        (place,) = places
         layers: Released = nodes.pop(place)
-        values, structure = jax.tree.flatten(layers._values)
-        groups = [len(group) for group in layers.carriers]
-        count_layers((values, nodes))
-        carry, flat = jax.tree.flatten(init)
-        carry_structure: Any = flat  # jax gives it no type
-        carry = [lax.convert_element_type(x, jnp.result_type(x)) for x in carry]  # no weak types
-        if not any(jnp.issubdtype(x.dtype, jnp.floating) for x in carry):
+        count_layers((layers._values, nodes))
+        if not any(map(is_float, jax.tree.leaves(init))):
             raise ValueError(
                 f"init={init!r} has no array of floats. Release.scan needs one: the activations "
                 "that go from layer to layer."
             )
+        init = jax.tree.map(lambda x: lax.convert_element_type(x, jnp.result_type(x)), init)
 
-        def of_layer(carry: list[Array], values: list[Array], others: list[Array]) -> Any:
-            x = [*others]
-            x.insert(place, jax.tree.unflatten(structure, values))
-            carry, y = f(jax.tree.unflatten(carry_structure, carry), jax.tree.unflatten(treedef, x))
-            if (found := jax.tree.structure(carry)) != carry_structure:
+        def of_layer(carry: PyTree, params: PyTree, others: list[Array]) -> tuple[PyTree, PyTree]:
+            x = jax.tree.unflatten(treedef, [*others[:place], params, *others[place:]])
+            new, y = f(carry, x)
+            found: Any = jax.tree.structure(new)
+            needed: Any = jax.tree.structure(carry)
+            if found != needed:
                 raise TypeError(
-                    f"f returns a carry {found}, but init is {carry_structure}. Both need the same "
+                    f"f returns a carry {found}, but init is {needed}. Both need the same "
                     "structure, as in jax.lax.scan."
                 )
-            leaves, y_structure[:] = jax.tree.flatten(y)[0], [jax.tree.structure(y)]
-            return jax.tree.leaves(carry), leaves
+            return new, y
 
-        y_structure: list[Any] = []
-        first = [lax.index_in_dim(jnp.asarray(x), 0, keepdims=False) for x in (*values, *nodes)]
-        # `jax.closure_convert` would leave integers inside, and each layer would keep a copy.
-        traced, types = jax.make_jaxpr(of_layer, return_shape=True)(
-            carry, first[: len(values)], first[len(values) :]
+        first = jax.tree.map(
+            lambda x: lax.index_in_dim(jnp.asarray(x), 0, keepdims=False), (layers._values, nodes)
         )
-        outs = jax.tree.structure(types)
+        # `jax.closure_convert` would leave integers inside, and each layer would keep a copy.
+        traced, types = jax.make_jaxpr(of_layer, return_shape=True)(init, *first)
 
-        def body(
-            carry: list[Array], values: list[Array], others: list[Array], consts: list[Array]
-        ) -> Any:
-            flat = jax.core.eval_jaxpr(traced.jaxpr, consts, *carry, *values, *others)
-            return jax.tree.unflatten(outs, flat)
+        def body(carry: PyTree, params: PyTree, others: list[Array], consts: list[Array]) -> Any:
+            flat = jax.tree.leaves((carry, params, others))
+            outs = jax.core.eval_jaxpr(traced.jaxpr, consts, *flat)
+            return jax.tree.unflatten(jax.tree.structure(types), outs)
 
-        def update(grads: list[Array], old: list[Array]) -> list[Array]:
-            """The next arrays of one layer, from those of this step and from its gradients."""
-            params = jax.tree.unflatten(structure, old[: len(values)])
-            left = iter(old[len(values) :])
-            carriers = [tuple(next(left) for _ in range(size)) for size in groups]
+        def update(grads: PyTree, params: PyTree, carriers: Any) -> tuple[PyTree, PyTree]:
+            """The next parameters and carriers of one layer."""
             opt_state = unpack_state(carriers, layers.dtypes, layers.treedef)
-            updates, new_state = self.tx.update(
-                jax.tree.unflatten(structure, grads), opt_state, params
-            )
-            new = optax.apply_updates(params, updates)
+            updates, new_state = self.tx.update(grads, opt_state, params)
             leaves, found = jax.tree.flatten(new_state)
-            if found != layers.treedef or (
-                tuple(jnp.result_type(leaf) for leaf in leaves) != layers.dtypes
-            ):
+            if found != layers.treedef or tuple(map(jnp.result_type, leaves)) != layers.dtypes:
                 raise ValueError(
                     f"tx.update returns another state than Released has: {found} instead of "
                     f"{layers.treedef}. Make the Released by init of the same Release."
                 )
-            return [*jax.tree.leaves(new), *(c for leaf in leaves for c in carriers_of(leaf))]
+            return optax.apply_updates(params, updates), list(map(carriers_of, leaves))
 
-        operands = Operands(carry, values, nodes, [*traced.consts])
-        state = jax.tree.leaves(layers.carriers)
-        last, ys = release_scan(body, update, operands, state, layers.seal)
-        return jax.tree.unflatten(carry_structure, last), jax.tree.unflatten(y_structure[0], ys)
+        operands = Operands(init, layers._values, nodes, traced.consts)
+        return release_scan(body, update, operands, layers.carriers, layers.seal)
 
 
 def release(tx: optax.GradientTransformation, *, per_layer: bool = False) -> Release:
@@ -338,32 +321,6 @@ def release(tx: optax.GradientTransformation, *, per_layer: bool = False) -> Rel
 
 def _is_released(node: Any) -> bool:
     return isinstance(node, Released)
-
-
-def _pack_released(params: PyTree, opt_state: PyTree) -> Released:
-    """A `Released` of stacked parameters and of their stacked optimizer state.
-
-    ValueError unless all arrays are [L, ...]. TypeError if a parameter is no array of floats.
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight):
-        name = f"params{jax.tree_util.keystr(path)}"
-        if is_weight(leaf) or not is_float(jnp.result_type(leaf)):
-            raise TypeError(
-                f"{name} is {leaf if is_weight(leaf) else jnp.result_type(leaf)}. Released "
-                "parameters must be arrays of floats. Scan over other arrays beside them, and "
-                "train weights in FP8 with the usual update."
-            )
-    count_layers(params)
-    leaves, treedef = jax.tree.flatten(opt_state)
-    count_layers((params, leaves))
-    dtypes = tuple(jnp.result_type(leaf) for leaf in leaves)
-    carriers = [carriers_of(jnp.asarray(leaf)) for leaf in leaves]
-    return Released(params, carriers, _fresh_seal(), dtypes, treedef)
-
-
-def _fresh_seal() -> Array:
-    """A seal, float32 [4]."""
-    return lax.bitcast_convert_type(jnp.asarray(SEAL), jnp.float32)
 
 
 def _seeded(opt_state: PyTree, layers: int) -> PyTree:

@@ -18,7 +18,9 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from jaxfp8._typing import Array, PyTree
-from jaxfp8.optim._released import is_float, is_sealed
+from jaxfp8.numerics._rounding import undifferentiable
+from jaxfp8.optim._released import is_sealed
+from jaxfp8.optim._weights import is_float
 from jaxfp8.sharding._amax import vary_as, varying_axes_of_type
 from jaxfp8.state._gradient_channel import Use
 
@@ -26,69 +28,39 @@ from jaxfp8.state._gradient_channel import Use
 
 
 class Operands(NamedTuple):
-    """What the loop differentiates, as lists of arrays: [L, ...] but for `carry` and `consts`."""
+    """What the loop differentiates, as trees of arrays: [L, ...] but for `carry` and `consts`."""
 
-    carry: list[Any]
-    params: list[Any]
-    xs: list[Any]
-    consts: list[Any]
-
-
-def _has_float(x: Any) -> bool:
-    """Whether an array has floats."""
-    return is_float(jnp.result_type(x))
+    carry: Any
+    params: Any
+    xs: Any
+    consts: Any
 
 
-def _chosen(layer: Operands, flags: Operands) -> list[Any]:
-    """The arrays with a gradient."""
-    pairs = (zip(xs, fs, strict=True) for xs, fs in zip(layer, flags, strict=True))
-    return [x for pair in pairs for x, flag in pair if flag]
+def _chosen(flags: PyTree, tree: PyTree) -> PyTree:
+    """The leaves whose flag is set, and None in the place of others."""
+    return jax.tree.map(lambda flag, x: x if flag else None, flags, tree)
 
 
-def _merged(layer: Operands, flags: Operands, differentiated: tuple[Array, ...]) -> Operands:
-    """A layer with other arrays in the place of those with a gradient."""
-    new = _split(flags, differentiated)
-    return Operands(
-        *[
-            [x if y is None else y for x, y in zip(old, _placed(values, fs), strict=True)]
-            for old, values, fs in zip(layer, new, flags, strict=True)
-        ]
-    )
+def _merged(flags: PyTree, chosen: PyTree, tree: PyTree) -> PyTree:
+    """A tree with chosen leaves in the place of those whose flag is set."""
+    return jax.tree.map(lambda flag, new, x: new if flag else x, flags, chosen, tree)
 
 
-def _split(flags: Operands, values: Any) -> Operands:
-    """The inverse of `_chosen`, without the arrays that have no gradient."""
-    left = iter(values)
-    return Operands(*[[next(left) for flag in fs if flag] for fs in flags])
+def _floats(tree: PyTree) -> PyTree:
+    """The arrays of floats, and None in the place of others."""
+    return _chosen(jax.tree.map(is_float, tree), tree)
 
 
-def _placed(values: list[Any], flags: list[bool]) -> list[Any]:
-    """The values where a flag is set, and None elsewhere."""
-    left = iter(values)
-    return [next(left) if flag else None for flag in flags]
-
-
-def _floats(leaves: list[Any]) -> list[Any]:
-    """The arrays of floats."""
-    return [x for x in leaves if _has_float(x)]
-
-
-def _instantiated(cotangents: list[Any]) -> list[Array]:
-    """The cotangents of floats. JAX gives symbolic zeros for those that are not used."""
-
-    def one(x: Any) -> Array:
-        if not isinstance(x, jax.custom_derivatives.SymbolicZero):
-            return x
-        aval: Any = x.aval
-        zeros = jnp.zeros(aval.shape, aval.dtype)
-        axes = tuple(sorted(varying_axes_of_type(aval)))
-        return lax.pcast(zeros, axes, to="varying") if axes else zeros
-
-    return [one(x) for x in cotangents if is_float(_dtype_of(x))]
-
-
-def _dtype_of(cotangent: Any) -> Any:
-    return getattr(cotangent, "aval", cotangent).dtype
+def _instantiated(cotangent: Any) -> Array | None:
+    """A cotangent of floats as an array. JAX gives a symbolic zero for one that is not used."""
+    aval = getattr(cotangent, "aval", cotangent)
+    if not is_float(aval):
+        return None
+    if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return cotangent
+    zeros = jnp.zeros(aval.shape, aval.dtype)
+    axes = tuple(sorted(varying_axes_of_type(aval)))
+    return lax.pcast(zeros, axes, to="varying") if axes else zeros
 
 
 # What finds a wrong use of a `Released`. JAX would add, scale or average the next parameters.
@@ -111,69 +83,58 @@ def _check_use(use: Use, perturbed: list[bool]) -> None:
         )
 
 
-def _unless_broken(carry: list[Array], seal: Array) -> list[Array]:
+def _unless_broken(carry: PyTree, seal: Array) -> PyTree:
     """The carry, or NaN in its floats if arithmetic changed the Released."""
     # A product with a scalar keeps the sharding of x on an Explicit mesh.
     factor = jnp.where(is_sealed(seal), 1.0, jnp.nan)
-    return [x * factor.astype(x.dtype) if _has_float(x) else x for x in carry]
+    return jax.tree.map(lambda x: x * factor.astype(x.dtype) if is_float(x) else x, carry)
 
 
 @custom_vmap
-def _of_one_batch(seal: Array, params: list[Array]) -> Array:
+def _of_one_batch(seal: Array, params: PyTree) -> Array:
     """The seal. It raises an error under `jax.vmap` if the next parameters are mapped alone."""
     return seal
 
 
 @_of_one_batch.def_vmap
-def _(size: int, mapped: Any, seal: Array, params: list[Array]) -> tuple[Array, bool]:
-    if any(mapped[1]) and not mapped[0]:
+def _(size: int, mapped: Any, seal: Array, params: PyTree) -> tuple[Array, bool]:
+    of_seal, of_params = mapped
+    if any(jax.tree.leaves(of_params)) and not of_seal:
         raise ValueError(
             f"jax.vmap maps {size} examples over one Released. Each example would update the "
             "layers. Map examples inside of f, as in stack.scan(lambda x, p: (jax.vmap(layer, "
             "(0, None))(x, p), None), ...). For an ensemble, map the Released too."
         )
-    return seal, mapped[0]
+    return seal, of_seal
 
 
-@jax.custom_jvp
-def _once(cotangents: list[Array]) -> list[Array]:
-    """The cotangents, which cannot be differentiated."""
-    return cotangents
-
-
-@_once.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    raise ValueError(
+_once = undifferentiable(
+    lambda _: ValueError(
         "a loss with a Released is differentiated twice. Its gradient is the next Released, which "
         "has no derivative. Where one is needed, use jax.lax.scan over Released.params."
     )
+)
 
 
 # A scan over layers whose backward pass updates each layer as soon as its gradient exists.
 
 Body = Callable[..., tuple[PyTree, PyTree]]
-Update = Callable[[list[Array], list[Array]], list[Array]]
+Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Plan:
-    """How the backward loop finds the residuals of a layer. It is static.
+    """How the backward loop finds the residuals of a layer. It is static."""
 
-    Attributes:
-      flags: for each operand, whether it has a gradient.
-      treedef: of the function that `jax.vjp` returned.
-      sources: for each of its residuals ("kept", i), ("constant", i), or (field of Operands, i).
-    """
-
-    flags: Operands
-    treedef: Any
-    sources: list[tuple[str, int]]
+    flags: Operands  # for each operand, whether it has a gradient
+    treedef: Any  # of the function that `jax.vjp` returned
+    sources: list[tuple[str, int]]  # of its residuals: ("kept", i), ("constant", i), ("layer", i)
 
 
 def release_scan(
-    body: Body, update: Update, operands: Operands, state: list[Array], seal: Array
-) -> tuple[list[Array], list[Array]]:
+    body: Body, update: Update, operands: Operands, state: PyTree, seal: Array
+) -> tuple[PyTree, PyTree]:
     """`lax.scan` of `body` over layers, with an update of each layer in the backward pass.
 
     `state` has the carriers of the optimizer state, [L, ...] each. If the seal of `Released` is
@@ -182,7 +143,7 @@ def release_scan(
     """
 
     @jax.custom_vjp
-    def run(operands: Operands, state: list[Array], seal: Array) -> Any:
+    def run(operands: Operands, state: PyTree, seal: Array) -> Any:
         carry, params, xs, consts = operands
 
         def one(carry: Any, of_layer: Any) -> Any:
@@ -193,125 +154,102 @@ def release_scan(
     use = Use.of(seal)
 
     def forward_rule(operands: Operands, state: Any, seal: Any) -> Any:
-        flags = Operands(*[[leaf.perturbed for leaf in leaves] for leaves in operands])
-        _check_use(use, [*flags.params, *(leaf.perturbed for leaf in [*state, seal])])
-        operands, state, seal = jax.tree.map(
-            lambda leaf: leaf.value, (operands, state, seal), is_leaf=_is_primal
-        )
-        return _forward(body, operands, flags, state, seal)
+        given = (operands, state, seal)
+        flags, *others = jax.tree.map(lambda leaf: leaf.perturbed, given)
+        _check_use(use, jax.tree.leaves((flags.params, others)))
+        return _forward(body, flags, *jax.tree.map(lambda leaf: leaf.value, given))
 
     def backward_rule(saved: Any, cotangents: Any) -> Any:
-        return _backward(update, *saved, *cotangents)
+        return _backward(update, *saved, *_once(jax.tree.map(_instantiated, cotangents)))
 
     run.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
     return run(operands, state, seal)
 
 
-def _is_primal(leaf: Any) -> bool:
-    return hasattr(leaf, "perturbed")
-
-
-def _forward(
-    body: Body, operands: Operands, perturbed: Operands, state: list[Array], seal: Array
-) -> Any:
+def _forward(body: Body, flags: Operands, operands: Operands, state: PyTree, seal: Array) -> Any:
     """The results, and what the backward loop needs."""
-    carry, params, xs, consts = operands
+    carry, stacked, stacked_xs, consts = operands
     # A carry without a gradient has one after the first layer.
-    flags = perturbed._replace(carry=[_has_float(x) for x in carry])
+    flags = flags._replace(carry=jax.tree.map(is_float, carry))
     plan: list[Any] = []
 
-    def one(carry: list[Array], of_layer: Any) -> Any:
-        layer = Operands(carry, of_layer[0], of_layer[1], consts)
+    def one(carry: PyTree, of_layer: Any) -> Any:
+        params, xs = of_layer
+        layer = Operands(carry, params, xs, consts)
 
-        def of_differentiated(*differentiated: Array) -> Any:
-            carry, ys = body(*_merged(layer, flags, differentiated))
-            outs = (_floats(carry), _floats(ys))
-            return outs, (carry, ys)
+        def of_differentiated(chosen: PyTree) -> Any:
+            outs = body(*_merged(flags, chosen, layer))
+            return _floats(outs), outs
 
-        _, backward, outs = jax.vjp(of_differentiated, *_chosen(layer, flags), has_aux=True)
+        _, backward, (carry, ys) = jax.vjp(of_differentiated, _chosen(flags, layer), has_aux=True)
         residuals, treedef = jax.tree.flatten(backward)
-        kept, constants, sources = _sort(residuals, layer)
+        kept, constants, sources = _sort(residuals, jax.tree.leaves(layer[1:]))
         plan[:] = [_Plan(flags, treedef, sources), constants]
-        return outs[0], (outs[1], kept)
+        return carry, (ys, kept)
 
-    carry, (ys, kept) = lax.scan(one, _unless_broken(carry, seal), (params, xs))
-    return (carry, ys), (operands._replace(carry=[]), state, seal, kept, perturbed, *plan)
+    carry, (ys, kept) = lax.scan(one, _unless_broken(carry, seal), (stacked, stacked_xs))
+    return (carry, ys), (operands._replace(carry=None), state, seal, kept, *plan)
 
 
-def _sort(residuals: list[Any], layer: Operands) -> Any:
+def _sort(residuals: list[Any], of_layer: list[Any]) -> Any:
     """The residuals of a layer to be stacked, those that are constants, and where each one is."""
-    known = {
-        id(x): (field, i)
-        for field in ("params", "xs", "consts")
-        for i, x in enumerate(getattr(layer, field))
-    }
-    traced = any(isinstance(x, jax.core.Tracer) for x in layer.params)
+    known = {id(x): ("layer", i) for i, x in enumerate(of_layer)}
+    traced = any(isinstance(x, jax.core.Tracer) for x in of_layer)
     kept: list[Any] = []
     constants: list[Any] = []
-    sources = []
     for x in residuals:
         if id(x) not in known:
             is_constant = traced and not isinstance(x, jax.core.Tracer)
             name, found = ("constant", constants) if is_constant else ("kept", kept)
             known[id(x)] = (name, len(found))
             found.append(x)
-        sources.append(known[id(x)])
-    return kept, constants, sources
+    return kept, constants, [known[id(x)] for x in residuals]
 
 
 def _backward(
     update: Update,
     operands: Operands,
-    state: list[Array],
+    state: PyTree,
     seal: Array,
     kept: list[Array],
-    perturbed: Any,
     plan: _Plan,
     constants: list[Any],
-    d_carry: list[Any],
-    d_ys: list[Any],
+    d_carry: PyTree,
+    d_ys: PyTree,
 ) -> Any:
     """The cotangents of Operands, of the state and of the seal."""
-    d_carry, d_ys = _once(_instantiated(d_carry)), _once(_instantiated(d_ys))
-    flags, updates = plan.flags, any(plan.flags.params)
-    layers = (operands.params + state) if updates else operands.params
-    number = jnp.shape(operands.params[0])[0]
+    updates = any(jax.tree.leaves(plan.flags.params))
+    layers = (operands.params, state if updates else None)
+    number = jnp.shape(jax.tree.leaves(layers)[0])[0]
 
     def one(loop: Any, of_layer: Any) -> Any:
-        d_carry, d_consts, stacks = loop
+        d_carry, d_consts, layers = loop
         index, xs, kept, d_ys = of_layer
-        layer = [lax.dynamic_index_in_dim(x, index, keepdims=False) for x in stacks]
-        params = layer[: len(operands.params)]
+        params, state = jax.tree.map(
+            lambda stack: lax.dynamic_index_in_dim(stack, index, keepdims=False), layers
+        )
         found = {
-            "params": params, "xs": xs, "consts": operands.consts, "kept": kept,
+            "layer": jax.tree.leaves((params, xs, operands.consts)), "kept": kept,
             "constant": constants,
         }  # fmt: skip
         residuals = [found[name][i] for name, i in plan.sources]
-        grads = jax.tree.unflatten(plan.treedef, residuals)((d_carry, d_ys))
-        d_layer = _split(flags, grads)
-        d_consts = [jnp.add(*both) for both in zip(d_consts, d_layer.consts, strict=True)]
+        (d_layer,) = jax.tree.unflatten(plan.treedef, residuals)((d_carry, d_ys))
+        d_consts = jax.tree.map(jnp.add, d_consts, d_layer.consts)
         if updates:
-            new = update(d_layer.params, layer)
-            stacks = [
-                lax.dynamic_update_index_in_dim(stack, x, index, axis=0)
-                for stack, x in zip(stacks, new, strict=True)
-            ]
-        return (d_layer.carry, d_consts, stacks), d_layer.xs
+            layers = jax.tree.map(
+                lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, index, axis=0),
+                layers, update(d_layer.params, params, state),
+            )  # fmt: skip
+        return (d_layer.carry, d_consts, layers), d_layer.xs
 
-    d_consts = [
-        vary_as(jnp.zeros_like(x), x)
-        for x, flag in zip(operands.consts, flags.consts, strict=True)
-        if flag
-    ]
-    loop = (d_carry, d_consts, layers)
-    of_layers = (jnp.arange(number), operands.xs, kept, d_ys)
-    (d_carry, d_consts, layers), d_xs = lax.scan(one, loop, of_layers, reverse=True)
-    d_params = layers[: len(operands.params)] if updates else []
-    d_state = layers[len(operands.params) :] if updates else [None] * len(state)
-    d_operands = Operands(
-        *[
-            _placed(values, where)
-            for values, where in zip((d_carry, d_params, d_xs, d_consts), flags, strict=True)
-        ]
+    d_consts = jax.tree.map(
+        lambda x: vary_as(jnp.zeros_like(x), x), _chosen(plan.flags.consts, operands.consts)
     )
-    return d_operands, d_state, _of_one_batch(seal, d_params) if updates else None
+    of_layers = (jnp.arange(number), operands.xs, kept, d_ys)
+    (d_carry, d_consts, layers), d_xs = lax.scan(
+        one, (d_carry, d_consts, layers), of_layers, reverse=True
+    )
+    if not updates:
+        return Operands(d_carry, None, d_xs, d_consts), None, None
+    params, state = layers
+    return Operands(d_carry, params, d_xs, d_consts), state, _of_one_batch(seal, params)

@@ -9,6 +9,8 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array, DType, PyTree
+from jaxfp8.numerics._rounding import undifferentiable
+from jaxfp8.optim._weights import is_float
 
 # Integers as floats of the same bits, so that they can leave a backward pass as cotangents.
 #
@@ -29,13 +31,9 @@ def carriers_of(x: Array) -> tuple[Array, ...]:
     """The carriers of one array of an optimizer state: one or two floats of its shape.
 
     TypeError if no carrier has these bits: those of 8, 16 and 32 bits, and all floats, have one.
-
-    Example:
-      >>> carriers_of(jnp.array([0, 56], jnp.uint8))
-      (Array([0, 1], dtype=float8_e4m3fn),)
     """
     dtype = jnp.result_type(x)
-    if is_float(dtype):
+    if is_float(x):
         return (x,)
     if dtype == jnp.bool_:
         return (_bits(x.astype(jnp.uint8), _BYTE),)
@@ -64,11 +62,6 @@ def _carried(carriers: tuple[Array, ...], dtype: DType) -> Array:
         high, low = (_bits(carrier, jnp.uint8).astype(jnp.uint16) for carrier in carriers)
         return _bits((high << 8) | low, dtype)
     return _bits(carriers[0], dtype)
-
-
-def is_float(dtype: Any) -> bool:
-    """Whether JAX differentiates with respect to arrays of this dtype."""
-    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def _bits(x: Array, dtype: DType) -> jax.Array:
@@ -118,7 +111,7 @@ class Released:
 
         A loss must not differentiate them: their gradients and the next parameters would be added.
         """
-        return jax.tree.map(_not_differentiated, self._values)
+        return _not_differentiated(self._values)
 
     @property
     def opt_state(self) -> PyTree:
@@ -172,15 +165,10 @@ def is_sealed(seal: Array) -> Array:
     return jnp.all(lax.bitcast_convert_type(seal, jnp.uint32) == SEAL)
 
 
-@jax.custom_jvp
-def _not_differentiated(x: Array) -> Array:
-    return x
-
-
-@_not_differentiated.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    raise ValueError(
+_not_differentiated = undifferentiable(
+    lambda _: ValueError(
         "a loss differentiates Released.params. Their gradients would be added to the next "
         "parameters. Use them in Release.scan only. Keep tied parameters outside of Released, or "
         "pass jax.lax.stop_gradient(layers).params for a use that is not trained."
     )
+)

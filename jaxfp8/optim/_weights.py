@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.ops._quantize_params import find_state, path_name, states_by_path
 from jaxfp8.state._state import MatmulState
@@ -58,6 +59,22 @@ class Parameters(NamedTuple):
 def dtype_of(leaf: Any) -> DType | None:
     """The dtype of a parameter; None for a quantized weight."""
     return None if is_weight(leaf) else jnp.result_type(leaf)
+
+
+def is_float(x: Any) -> bool:
+    """Whether an array, or a dtype, is one of floats."""
+    dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def widened(x: Any, like: Any = None) -> Any:
+    """A gradient or parameter in float32, or in float64 where `like` is. It is x by default."""
+    if isinstance(x, QuantizedTensor):
+        return x.dequantize(jnp.float32)
+    if not is_float(x):
+        return x
+    wide = jnp.promote_types(jnp.result_type(x if like is None else like), jnp.float32)
+    return jnp.asarray(x).astype(wide)
 
 
 # `Overwrite`: an update that replaces a parameter, instead of being added to it.

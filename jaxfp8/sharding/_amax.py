@@ -44,10 +44,7 @@ def check_axes(named: Iterable[str]) -> None:
 
 
 def types_show_varying() -> bool:
-    """Whether types say over which manual axes a value varies, as with `check_vma=True`.
-
-    True if there are none.
-    """
+    """Whether types say over which manual axes a value varies, as with `check_vma=True`."""
     axes = manual_axes()
     # With check_vma=False a type never shows a varying axis, not even after this cast.
     return not axes or bool(varying_axes(lax.pcast(jnp.zeros(()), axes[:1], to="varying")))

@@ -80,26 +80,16 @@ class MeshRoles:
 
         Raises:
           ValueError: if there is no such role, or a mesh axis would split two array axes.
-
-        Example:
-          >>> MeshRoles(fsdp="fsdp").spec("fsdp", "tensor")  # of a weight
-          P('fsdp', None)
         """
-        axes = [
-            tuple(
-                dict.fromkeys(
-                    axis for role in mesh_axes(entry) if (axis := self.axis(role)) is not None
-                )
-            )
-            for entry in entries
-        ]
+        played = [[self.axis(role) for role in mesh_axes(entry)] for entry in entries]
+        axes = [tuple(dict.fromkeys(filter(None, names))) for names in played]
         used = [axis for group in axes for axis in group]
         if twice := sorted({axis for axis in used if used.count(axis) > 1}):
             raise ValueError(
                 f"entries {entries} split two array axes over the mesh axes {twice}. Name the "
                 "roles of a mesh axis in one entry."
             )
-        return jax.P(*(group if len(group) > 1 else group[0] if group else None for group in axes))
+        return jax.P(*axes)
 
     def shard(self, axis: int, *roles: Role) -> Shard | None:
         """The `Shard` for `x_shard=` or `w_shard=`; None if no mesh axis plays the roles.
@@ -107,10 +97,6 @@ class MeshRoles:
         Args:
           axis: the array axis that is split.
           *roles: the roles of the mesh axes that split it.
-
-        Example:
-          >>> MeshRoles(fsdp="fsdp").shard(0, "fsdp")
-          Shard(axis=0, axis_name='fsdp')
         """
         (entry,) = self.spec(roles)
         return None if entry is None else Shard(axis, entry)
@@ -127,12 +113,8 @@ class MeshRoles:
           >>> MeshRoles(data="data", pipeline="pipe").reduce_axes
           ('data',)
         """
-        axes = dataclasses.asdict(self)
-        return tuple(
-            dict.fromkeys(
-                name for role, name in axes.items() if role != "pipeline" and name is not None
-            )
-        )
+        roles = dataclasses.asdict(self).items()
+        return tuple(dict.fromkeys(name for role, name in roles if name and role != "pipeline"))
 
     def check(self, mesh: Any) -> Self:
         """Checks that the mesh has the axes of these roles and no other, and returns the roles.

@@ -12,7 +12,6 @@ Letters: T tokens of a device, k choices of a token, E experts, D devices along 
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 
@@ -26,11 +25,7 @@ from jaxfp8.sharding._amax import vary_as
 from jaxfp8.sharding._place import in_bytes, take_rows
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["source", "slot", "order", "position", "expert", "sizes", "dropped"],
-    meta_fields=["choices", "experts", "axis"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Route:
     """The way of tokens to the devices of their experts, and back; see `fp8.moe.route`.
@@ -64,22 +59,15 @@ class Route:
     expert: Array
     sizes: Array
     dropped: Array
-    choices: int
-    experts: int
-    axis: str | None
+    choices: int = dataclasses.field(metadata={"static": True})
+    experts: int = dataclasses.field(metadata={"static": True})
+    axis: str | None = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def of(
         cls, chosen: Array, *, experts: int, axis: str | None, capacity_factor: float | None
     ) -> "Route":
-        """The route of choices i32[T, k]. A number that is no expert is not sent.
-
-        Args:
-          chosen: i32[T, k], the experts of each token.
-          experts: E.
-          axis: the manual mesh axis that splits experts, or None.
-          capacity_factor: C is this times T * k / D; None for as many slots as may be needed.
-        """
+        """The route of choices i32[T, k]. A number that is no expert is not sent."""
         tokens, choices = chosen.shape
         devices = 1 if axis is None else lax.axis_size(axis)
         here = experts // devices
@@ -176,11 +164,8 @@ class Route:
 def _slot_count(
     tokens: int, choices: int, experts: int, devices: int, capacity_factor: float | None
 ) -> int:
-    """C, the slots of a device's send buffer for each device.
-
-    Without a capacity factor it is the most that one device can get: a token sends no more choices
-    to a device than that device has experts.
-    """
+    """C, the slots of a device's send buffer for each device."""
+    # A token sends no more choices to a device than that device has experts.
     most = tokens * min(choices, experts // devices)
     if capacity_factor is None:
         return most

@@ -12,12 +12,7 @@ from jaxfp8.numerics._granularity import AbstractGranularity
 
 
 def mesh_axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a `jax.P`.
-
-    Example:
-      >>> mesh_axes(None), mesh_axes("data"), mesh_axes(("data", "fsdp"))
-      ((), ('data',), ('data', 'fsdp'))
-    """
+    """The mesh axes of one entry of a `jax.P`, such as None, "data" or ("data", "fsdp")."""
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 

@@ -1,13 +1,14 @@
 """Moments without a gradient decay, and what is stored has the right mean, in every format."""
 
 import functools
+import importlib.util
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from release_cases import L
 
 import jaxfp8 as fp8
 from jaxfp8.optim import (
@@ -18,12 +19,16 @@ from jaxfp8.optim import (
     Float32,
     Int8,
     adamw,
-    release,
     scale_by_adam,
     scale_by_muon,
     with_moment_formats,
 )
 from jaxfp8.optim._moment_formats import thresholds
+
+SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks/optimizers/_stopping.py"
+SPEC = importlib.util.spec_from_file_location("stopping", SCRIPT)
+stopping = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(stopping)
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 FIRST = {
@@ -172,72 +177,33 @@ def test_what_is_stored_has_the_mean_of_the_value(name):
     assert error.mean() < 0.1 * np.abs(nearest - x).mean()
 
 
-ROWS, COLUMNS, RATE = 8, 256, 2.0**-10
-
-
-def gradient(step, live):
-    """Random. After 50 steps only neighbours have one."""
-    g = jax.random.normal(jax.random.fold_in(jax.random.key(0), step), (ROWS, COLUMNS))
-    return jnp.where((step < 50) | live, g, 0)
-
-
-def movement(update, state, *, steps=1000):
-    """How far parameters move without a gradient, in learning rates, from the 200th step on.
-
-    `update(g, state, w) -> (w, state)`. Every 16th column stops, and one row.
-    """
-    live = (jnp.arange(COLUMNS) % 16 != 5) & (jnp.arange(ROWS)[:, None] != 3)
-
-    def one(carry, step):
-        w, state, before = carry
-        w, state = update(gradient(step, live), state, w)
-        return (w, state, jnp.where(step == 250, w, before)), None
-
-    w = jnp.zeros((ROWS, COLUMNS))
-    run = jax.jit(lambda: jax.lax.scan(one, (w, state, w), jnp.arange(250 + steps))[0])
-    w, _, before = run()
-    return np.abs(np.asarray(w - before))[~np.asarray(live)].mean() / RATE
-
-
-def moved(tx):
-    def update(g, state, w):
-        updates, state = tx.update({"w": g}, state, {"w": w})
-        return w + updates["w"], state
-
-    return movement(update, tx.init({"w": jnp.zeros((ROWS, COLUMNS))}))
+def moved(opt, *, steps=1200):
+    """How far parameters move without a gradient, in learning rates, in the mean."""
+    masks = stopping.stopped(8, 256)
+    gradients = jax.random.normal(jax.random.key(0), (steps, 8, 256))
+    moved = jax.jit(lambda left: stopping.movement(opt, masks, gradients, left))(0.0)
+    return np.mean([np.asarray(moved[kind])[mask].mean() for kind, mask in masks.items()])
 
 
 @pytest.mark.parametrize("name", quick(FIRST, "int8", "fp8"))
 def test_a_parameter_without_a_gradient_comes_to_rest(name):
     """Beside a second moment that decays in float32: what divides by it shows any rest."""
     nu = Float32() if name != "int8" else Int8(min_size=0)
-    tx = adamw(RATE, b2=0.95, weight_decay=0.0, mu=FIRST[name], nu=nu)
-    assert moved(tx) < 0.01
+    tx = adamw(stopping.RATE, b2=0.95, weight_decay=0.0, mu=FIRST[name], nu=nu)
+    assert moved(stopping.of_optax(tx)) < 0.01
 
 
 def test_it_comes_to_rest_with_other_optimizers():
-    linear = FIRST["linear"]
-    muon = optax.chain(scale_by_muon(mu=linear), optax.scale(-RATE))
-    momentum = with_moment_formats(optax.sgd(RATE, momentum=0.9), {"trace": FIRST["fp8"]})
-    amsgrad = with_moment_formats(optax.amsgrad(RATE), {"mu": FIRST["int8"], "nu": Float16()})
-    for tx, rest in ((muon, 0.1), (momentum, 1e-6), (amsgrad, 0.01)):
-        assert moved(tx) < rest
+    muon, rate = scale_by_muon(mu=FIRST["linear"]), stopping.RATE
+    momentum = with_moment_formats(optax.sgd(rate, momentum=0.9), {"trace": FIRST["fp8"]})
+    amsgrad = with_moment_formats(optax.amsgrad(rate), {"mu": FIRST["int8"], "nu": Float16()})
+    for tx, own, rest in ((muon, 1.0, 0.1), (momentum, rate, 1e-6), (amsgrad, rate, 0.01)):
+        assert moved(stopping.of_optax(tx, own)) < rest
 
 
 def test_it_comes_to_rest_in_released_layers():
-    tx = adamw(RATE, b2=0.95, weight_decay=0.0, mu=FIRST["int8"], nu=Float32())
-    stack = release(tx)
-
-    def update(g, layers, w):
-        def loss(layers):
-            body = lambda x, p: (x + jnp.sum(p["w"] * g), None)
-            return stack.scan(body, jnp.float32(0), layers)[0]
-
-        layers = jax.grad(loss)(layers)
-        return layers.params["w"][-1], layers
-
-    start = jax.jit(stack.init)({"w": jnp.zeros((L, ROWS, COLUMNS))})
-    assert movement(update, start, steps=300) < 0.01
+    tx = adamw(stopping.RATE, b2=0.95, weight_decay=0.0, mu=FIRST["int8"], nu=Float32())
+    assert moved(stopping.of_release(tx), steps=600) < 0.01
 
 
 @pytest.mark.parametrize(("format", "smallest"), [("int8", 1e-4), ("expanded", 1e-6)])
