@@ -51,46 +51,18 @@ class AmaxAxes:
 _GLOBAL = AmaxAxes(None, typed=True, manual=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Variation:
-    """The manual mesh axes over which the operands of a call vary, by their types.
+class Varying(NamedTuple):
+    """The manual mesh axes over which the operands vary, by their types."""
 
-    Axes that an operand is gathered over do not count, because the matmul reads the whole operand.
-    """
-
-    x: frozenset[str]
-    w: frozenset[str]
-    g: frozenset[str]  # empty in the forward pass
-    summed: frozenset[str]  # over which the matmul sums its result, by `y_shard=`
-    named: frozenset[str] | None  # see `AmaxAxes`
-    batched: bool  # whether the matmul has batch axes
-
-    def contracted(self, matmul: Matmul, tensor: Tensor) -> frozenset[str]:
-        """The axes over which a matmul contracts a tensor across devices.
-
-        All devices that contract one row must use one scale for it. If an operand varies over an
-        axis and the result does not, the matmul contracts over that axis.
-
-        For fprop, types cannot decide. An axis over which x and w both vary may split the
-        contraction, pipeline stages or experts. Only the caller knows which, and `y_shard=` says
-        the first.
-        """
-        if matmul == "fprop":
-            named = frozenset() if self.named is None or self.batched else self.named
-            return self.x & self.w & (named | self.summed)
-        mine = {"x": self.x, "w": self.w, "g": self.g}[tensor]
-        return (mine | self.x) - self.w if matmul == "wgrad" else (mine | self.w) - self.x
-
-    @property
-    def apart(self) -> frozenset[str]:
-        """The axes of pipeline stages or experts, over which each device has its own amaxes."""
-        # x and w both vary over such an axis, and the caller did not name it.
-        return frozenset() if self.named is None else (self.x & self.w) - self.named - self.summed
+    x: frozenset[str] = frozenset()
+    w: frozenset[str] = frozenset()
+    g: frozenset[str] = frozenset()  # empty in the forward pass
 
 
-_NONE: frozenset[str] = frozenset()
-NO_VARIATION = Variation(_NONE, _NONE, _NONE, _NONE, None, batched=False)
-"""The variation of a call outside of `jax.shard_map`."""
+_NOWHERE = Varying()
+
+
+_NOWHERE = Varying()
 
 
 def amax_axes(
@@ -179,6 +151,7 @@ class Call:
     prologue: AbstractPrologue | None  # makes x from other arrays, inside the cast kernel
     save_original: tuple[Tensor, ...]  # the tensors that are residuals in high precision
     watched: str | None  # the name under which casts report statistics; None if they do not
+    varying: Varying = _NOWHERE  # in this pass, without the axes that operands are gathered over
 
     @property
     def by_xla(self) -> frozenset[Matmul]:
@@ -186,6 +159,30 @@ class Call:
         if self.kernels.timings is not None:
             return frozenset()
         return frozenset(name for name in OPERANDS if getattr(self.backends, name)[0] == "xla")
+
+    def contracted(self, matmul: Matmul, tensor: Tensor) -> frozenset[str]:
+        """The axes over which a matmul contracts a tensor across devices.
+
+        All devices that contract one row must use one scale for it.
+        """
+        x, w, _ = self.varying
+        if matmul == "fprop":
+            # Types cannot decide here: an axis over which x and w both vary may split the
+            # contraction, pipeline stages or experts. The caller names it, or `y_shard=` sums it.
+            named = self.amax_axes.named
+            if named is None or self.geometry.fprop.lhs.batch:
+                named = frozenset()
+            return x & w & (named | self.places.g.manual_axes)
+        # If an operand varies over an axis and the result does not, the axis is contracted.
+        mine: frozenset[str] = getattr(self.varying, tensor)
+        return (mine | x) - w if matmul == "wgrad" else (mine | w) - x
+
+    @property
+    def apart(self) -> frozenset[str]:
+        """The axes of pipeline stages or experts, over which each device has its own amaxes."""
+        named, (x, w, _) = self.amax_axes.named, self.varying
+        # x and w both vary over such an axis, and the caller did not name it.
+        return frozenset() if named is None else (x & w) - named - self.places.g.manual_axes
 
     def multiply(
         self, matmul: Matmul, lhs: Operand, rhs: Operand, out_dtype: DType, out_sharding: Any

@@ -22,7 +22,7 @@ from jaxfp8._typing import Array, Matmul, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.matmul._arrays import Copy, QuantizerArrays, Rows, name_residuals
-from jaxfp8.matmul._call import Call, Variation
+from jaxfp8.matmul._call import Call
 from jaxfp8.matmul._operands import Quantized, Seen, rounding_key
 from jaxfp8.matmul._stats import CastStats, cast_stats
 from jaxfp8.numerics._amax import amax
@@ -42,7 +42,6 @@ def _quantize_groups(
     tensor: Tensor,
     value: Array,
     arrays: QuantizerArrays,
-    variation: Variation,
     *,
     only: Matmul | None = None,
 ) -> Quantized:
@@ -51,7 +50,7 @@ def _quantize_groups(
     `value` are rows [T, K] of x or g, or matrices [E, K, N]. The geometry of the call is that of
     one group.
     """
-    stack = _Stack(groups, call, tensor, value, variation)
+    stack = _Stack(groups, call, tensor, value)
     copies: list[Copy] = []
     largest = None
     for planned in plan_casts(
@@ -87,7 +86,6 @@ class _Stack:
     call: Call
     tensor: Tensor
     value: Array
-    variation: Variation
 
     @functools.cached_property
     def values(self) -> Array:
@@ -170,7 +168,7 @@ class _Stack:
         if not axes.manual:
             return found
         if granularity.in_one:
-            apart = self.variation.apart
+            apart = self.call.apart
             if known is not None:
                 apart |= varying_axes(known.scale)
             return pmax(found, (varying_axes(found) - apart) | axes.untyped)
@@ -180,7 +178,7 @@ class _Stack:
             if quantizer.granularity.in_rows
             and self._granularity(matmul, quantizer.granularity) == granularity
         ]
-        contracted = [self.variation.contracted(each, self.tensor) for each in readers[:1]]
+        contracted = [self.call.contracted(each, self.tensor) for each in readers[:1]]
         return pmax(found, frozenset().union(*contracted) & varying_axes(found))
 
     def _granularity(self, matmul: Matmul, granularity: AbstractGranularity) -> AbstractGranularity:
@@ -272,7 +270,6 @@ def quantize_rows(
     tensor: Tensor,
     value: Array,
     arrays: QuantizerArrays,
-    variation: Variation,
     *,
     only: Matmul | None = None,
 ) -> Quantized:
@@ -282,12 +279,12 @@ def quantize_rows(
     """
     groups, route = rows.groups, rows.route
     if route is None or rows.routed != tensor:
-        return _quantize_groups(groups, call, tensor, value, arrays, variation, only=only)
+        return _quantize_groups(groups, call, tensor, value, arrays, only=only)
     first = FIRST_READER[tensor]
     (planned,) = plan_casts(
         call.recipe, call.geometry, tensor, getattr(call.backends, tensor), only=first
     )
-    sender = _Sender(route, _Stack(groups, call, tensor, value, variation), planned, arrays)
+    sender = _Sender(route, _Stack(groups, call, tensor, value), planned, arrays)
     packed = sender.packed()
     saved = copies = [Copy(_each(route.exchanged, packed), (first, "wgrad"))]
     if tensor == "x":
@@ -295,7 +292,7 @@ def quantize_rows(
     received = copies[0].operand
     now = {first: _tiled(route, groups, received)}
     if tensor == "g":
-        now["wgrad"] = wgrad_operand(rows, call, tensor, received, arrays, variation)
+        now["wgrad"] = wgrad_operand(rows, call, tensor, received, arrays)
     return Quantized(
         now=now,
         saved={"wgrad": saved[0]},
@@ -311,7 +308,6 @@ def wgrad_operand(
     tensor: Tensor,
     received: Operand,
     arrays: QuantizerArrays,
-    variation: Variation,
     *,
     after: Array | None = None,
 ) -> Operand:
@@ -332,7 +328,7 @@ def wgrad_operand(
             received = both[0]
         received = received.dequantize(jnp.bfloat16)
     value, unseen = route.in_order(received), arrays._replace(ledger=None)
-    cast = _quantize_groups(groups, call, tensor, value, unseen, variation, only="wgrad")
+    cast = _quantize_groups(groups, call, tensor, value, unseen, only="wgrad")
     return cast.now["wgrad"]
 
 

@@ -3,8 +3,7 @@
 This module also reduces amaxes across devices, and makes the keys of stochastic rounding.
 """
 
-import dataclasses
-import functools
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -14,7 +13,7 @@ from jaxfp8._quantized_tensor import CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, FP8StateError, Matmul, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.matmul._arrays import Copy, KnownAmaxes, QuantizerArrays, name_amax, name_residuals
-from jaxfp8.matmul._call import Call, Variation
+from jaxfp8.matmul._call import Call
 from jaxfp8.matmul._stats import CastStats, cast_stats
 from jaxfp8.numerics._amax import amaxes
 from jaxfp8.numerics._granularity import AbstractGranularity
@@ -89,7 +88,6 @@ def quantize_operand(
     tensor: Tensor,
     source: Source,
     arrays: QuantizerArrays,
-    variation: Variation,
     *,
     column_sums: bool = False,
     only: Matmul | None = None,
@@ -112,11 +110,12 @@ def quantize_operand(
             copies += [Copy(value, readers) for readers in planned.readers]
             continue
         stored = None if planned.row is None else _stored(call, tensor, planned.row, arrays)
-        amaxes = _Amaxes(call, tensor, value, place, variation, stored, planned.row, found)
         key = None
         if planned.cast.rounding == "stochastic":
             key = rounding_key(arrays.key, call, tensor, value)
-        inputs = amaxes.inputs(planned)
+        find = _amax_of(call, tensor, value, planned, stored, found)
+        multiplier, scale = stored or (None, None)
+        inputs = ScaleInputs(find, scale, call.settled, multiplier)
         made, more = planned.quantizer.quantize(source, planned.cast, inputs, key=key)
         for operand, readers in zip(made, planned.readers, strict=True):
             copies.append(Copy.of(operand, readers, planned, stored))
@@ -168,82 +167,63 @@ def _stored(call: Call, tensor: Tensor, row: int, arrays: QuantizerArrays) -> Kn
     return known
 
 
-@dataclasses.dataclass(frozen=True)
-class _Amaxes:
-    """The amaxes of one tensor, for one quantizer."""
+def _amax_of(
+    call: Call, tensor: Tensor, value: Array, planned: PlannedCast, stored: KnownScale | None,
+    known: dict[tuple[int | None, AbstractGranularity], Array],
+) -> Callable[[AbstractGranularity], Array]:  # fmt: skip
+    """A function that finds the amax of the whole logical tensor, in every kind of mesh.
 
-    call: Call
-    tensor: Tensor
-    value: Array
-    place: Place
-    variation: Variation
-    stored: KnownScale | None
-    row: int | None
-    known: dict[tuple[int | None, AbstractGranularity], Array]
+    `known` are the amaxes that were found before. The function adds those that it finds.
+    """
+    assert planned.cast is not None
+    place: Place = getattr(call.places, tensor)
+    manual = call.amax_axes.manual
+    # The mesh axes over which the values of one scale span devices. It is an error if they would
+    # cut a tile.
+    across: dict[AbstractGranularity, frozenset[str]] = {}
+    for each, readers in zip(planned.cast.granularities, planned.readers, strict=True):
+        if each not in across:  # two copies may have one granularity, and the first one decides
+            across[each] = place.amax_axes(each, value.shape)
+            if manual and not each.in_one:
+                across[each] |= call.contracted(readers[0], tensor)
+    local: dict[AbstractGranularity, Array] = {}
 
-    def inputs(self, planned: PlannedCast) -> ScaleInputs:
-        """What the quantizer may read to choose scales."""
-        assert planned.cast is not None
-        # Two copies may have one granularity. The first one decides: `dict` keeps the last pair,
-        # so the pairs are reversed.
-        first = zip(planned.cast.granularities, planned.readers, strict=True)
-        readers = dict(reversed([(each, matmuls[0]) for each, matmuls in first]))
-        is_manual = self.call.amax_axes.manual
-        # The mesh axes over which the values of one scale span devices. It is an error if they
-        # would cut a tile.
-        axes = {each: self.place.amax_axes(each, self.value.shape) for each in readers}
-        for each, matmul in readers.items():
-            if is_manual and not each.in_one:
-                axes[each] |= self.variation.contracted(matmul, self.tensor)
-        amax = functools.partial(self._amax, axes, {})
-        multiplier, scale = self.stored or (None, None)
-        return ScaleInputs(amax, scale, self.call.settled, multiplier)
-
-    def _amax(
-        self,
-        across: dict[AbstractGranularity, frozenset[str]],
-        found: dict[AbstractGranularity, Array],
-        granularity: AbstractGranularity,
-    ) -> Array:
-        """The amax of the whole logical tensor, in every kind of mesh."""
-        if (self.row, granularity) not in self.known:
-            amax = self._find(across, found, granularity)
-            # Remat may save it if it is small. The amaxes of tiles are found in the cast.
-            if self.tensor != "g" and not granularity.in_tiles:
-                amax = name_amax(amax)
-            self.known[self.row, granularity] = amax
-        return self.known[self.row, granularity]
-
-    def _find(
-        self,
-        across: dict[AbstractGranularity, frozenset[str]],
-        found: dict[AbstractGranularity, Array],
-        granularity: AbstractGranularity,
-    ) -> Array:
-        axes = across.get(granularity)
-        if axes is None and granularity.in_one:  # a quantizer may also ask for PerTensor()
-            axes = self.place.amax_axes(granularity, self.value.shape)
-        if axes is None:
+    def find(granularity: AbstractGranularity) -> Array:
+        if granularity in across:
+            axes = across[granularity]
+        elif granularity.in_one:  # a quantizer may also ask for PerTensor()
+            axes = place.amax_axes(granularity, value.shape)
+        else:
             raise ValueError(
-                f"a quantizer asks for the amax of {self.tensor} by {granularity!r}. It may ask "
-                f"for its own granularities {list(across)}, and for PerTensor()."
+                f"a quantizer asks for the amax of {tensor} by {granularity!r}. It may ask for its "
+                f"own granularities {list(across)}, and for PerTensor()."
             )
-        if self.stored is not None:
-            amax = observe(self.value, self.stored.scale)
+        if stored is not None:
+            found = observe(value, stored.scale)
         else:
             # A quantizer asks for one at a time, but all of them are found in one read.
-            if granularity not in found:
-                found |= amaxes(self.value, [*across] if granularity in across else [granularity])
-            amax = found[granularity]
-        if not self.call.amax_axes.manual:
-            return amax  # arrays are global, so the amax is global, too
-        if self.stored is not None:
-            axes |= varying_axes(self.value) - varying_axes(self.stored.scale)
+            if granularity not in local:
+                local.update(amaxes(value, [*across] if granularity in across else [granularity]))
+            found = local[granularity]
+        if not manual:
+            return found  # arrays are global, so the amax is global, too
+        if stored is not None:
+            axes |= varying_axes(value) - varying_axes(stored.scale)
         elif granularity.in_one:
-            axes |= varying_axes(self.value) - self.variation.apart
-        if self.stored is not None or granularity.in_one:
-            axes |= self.call.amax_axes.untyped
-        return pmax(amax, axes)
+            axes |= varying_axes(value) - call.apart
+        if stored is not None or granularity.in_one:
+            axes |= call.amax_axes.untyped
+        return pmax(found, axes)
+
+    def amax(granularity: AbstractGranularity) -> Array:
+        key = planned.row, granularity
+        if key not in known:
+            found = find(granularity)
+            # Remat may save it if it is small. The amaxes of tiles are found in the cast.
+            known[key] = found if tensor == "g" or granularity.in_tiles else name_amax(found)
+        return known[key]
+
+    return amax
 
 
 def _seen(call: Call, tensor: Tensor, value: Array, ledger: Array | None) -> Seen:

@@ -40,7 +40,7 @@ from jaxfp8.matmul._arrays import (
     name_amax,
     undifferentiable,
 )
-from jaxfp8.matmul._call import NO_VARIATION, Call, Variation
+from jaxfp8.matmul._call import Call, Varying
 from jaxfp8.matmul._given import add_bias
 from jaxfp8.matmul._grouped_operands import quantize_rows, wgrad_operand
 from jaxfp8.matmul._operands import Quantized, Seen, quantize_operand
@@ -108,10 +108,10 @@ def three_matmuls(call: Call, arrays: Arrays) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0)  # traced and lowered once for all equal layers
 def _fprop(call: Call, arrays: Arrays) -> _Forward:
-    variation = _variation(call, jax.typeof(arrays.x), jax.typeof(arrays.w), arrays.rows)
-    x = _cast_forward(call, "x", _source(call, arrays), arrays, variation)
+    call = _in_pass(call, jax.typeof(arrays.x), jax.typeof(arrays.w), arrays.rows)
+    x = _cast_forward(call, "x", _source(call, arrays), arrays)
     if arrays.held is None:
-        w = _cast_forward(call, "w", call.places.w.stored(arrays.w), arrays, variation)
+        w = _cast_forward(call, "w", call.places.w.stored(arrays.w), arrays)
     else:
         w = _held_operand(call, arrays.held, arrays.quantizers.ledger)
     y = _multiply(
@@ -132,11 +132,9 @@ def _fprop(call: Call, arrays: Arrays) -> _Forward:
     )
 
 
-def _cast_forward(
-    call: Call, tensor: Tensor, source: Source, arrays: Arrays, variation: Variation
-) -> Quantized:
+def _cast_forward(call: Call, tensor: Tensor, source: Source, arrays: Arrays) -> Quantized:
     only: Matmul | None = "fprop" if tensor in call.save_original else None
-    return _quantize(call, tensor, source, arrays.quantizers, variation, arrays.rows, only=only)
+    return _quantize(call, tensor, source, arrays.quantizers, arrays.rows, only=only)
 
 
 def _held_operand(call: Call, held: HeldCopies, ledger: Array | None) -> Quantized:
@@ -151,15 +149,13 @@ def _held_operand(call: Call, held: HeldCopies, ledger: Array | None) -> Quantiz
 
 
 def _quantize(
-    call: Call, tensor: Tensor, source: Source, own: QuantizerArrays, variation: Variation,
-    rows: Rows | None, *, column_sums: bool = False, only: Matmul | None = None,
+    call: Call, tensor: Tensor, source: Source, own: QuantizerArrays, rows: Rows | None, *,
+    column_sums: bool = False, only: Matmul | None = None,
 ) -> Quantized:  # fmt: skip
     """A tensor, cast once for all matmuls that read it: as one, or each group by itself."""
     if rows is not None:
-        return quantize_rows(rows, call, tensor, value_of(source), own, variation, only=only)
-    return quantize_operand(
-        call, tensor, source, own, variation, column_sums=column_sums, only=only
-    )
+        return quantize_rows(rows, call, tensor, value_of(source), own, only=only)
+    return quantize_operand(call, tensor, source, own, column_sums=column_sums, only=only)
 
 
 def _multiply(
@@ -179,27 +175,21 @@ def _source(call: Call, arrays: Arrays) -> Source:
     return Produced(arrays.x, arrays.parts, call.prologue)
 
 
-def _variation(call: Call, x: Any, w: Any, rows: Rows | None, g: Array | None = None) -> Variation:
-    """The manual mesh axes over which x, w and g vary. x and w are types.
-
-    Axes that a tensor is gathered over are left out, because the matmul reads the whole operand.
-    Rows vary as the sizes of their groups do: the same rows may belong to other groups elsewhere.
-    """
+def _in_pass(call: Call, x: Any, w: Any, rows: Rows | None, g: Array | None = None) -> Call:
+    """The call, with the axes over which its operands vary. x and w are types."""
     if not call.amax_axes.manual:
-        return NO_VARIATION
-    of_x = (
-        varying_axes_of_type(x)
-        if rows is None
-        else varying_axes_of_type(x) | varying_axes(rows.groups.tiles)
+        return call
+    of_x = varying_axes_of_type(x)
+    if rows is not None:
+        # The same rows may belong to other groups elsewhere.
+        of_x |= varying_axes(rows.groups.tiles)
+    # A matmul reads whole operands, so axes that they are gathered over do not count.
+    varying = Varying(
+        of_x - call.places.x.manual_axes,
+        varying_axes_of_type(w) - call.places.w.manual_axes,
+        frozenset() if g is None else varying_axes(g) - call.places.g.manual_axes,
     )
-    return Variation(
-        x=of_x - call.places.x.manual_axes,
-        w=varying_axes_of_type(w) - call.places.w.manual_axes,
-        g=frozenset() if g is None else varying_axes(g) - call.places.g.manual_axes,
-        summed=call.places.g.manual_axes,
-        named=call.amax_axes.named,
-        batched=bool(call.geometry.fprop.lhs.batch),
-    )
+    return dataclasses.replace(call, varying=varying)
 
 
 def _check_differentiated(call: Call, primals: Any) -> None:
@@ -275,13 +265,13 @@ def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Arrays]:
 def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     x, w, (seen, watched), own, types, rows = residuals
     gradient = _once(gradient)
-    variation = _variation(call, types.x, types.w, rows, gradient)
+    call = _in_pass(call, types.x, types.w, rows, gradient)
     g = _quantize(
-        call, "g", gradient, own, variation, rows,
+        call, "g", gradient, own, rows,
         column_sums=types.bias is not None and _sums_columns(call.geometry),
     )  # fmt: skip
-    x, of_x = _read(call, "x", x, own, variation, gradient, rows)
-    w, of_w = _read(call, "w", w, own, variation, gradient, rows)
+    x, of_x = _read(call, "x", x, own, gradient, rows)
+    w, of_w = _read(call, "w", w, own, gradient, rows)
     send_stats(call.watched, watched + g.watched + of_x + of_w)
     dgrad, wgrad = _gathered_once(call.places.g, g.now["dgrad"], g.now["wgrad"])
     x, dgrad, wgrad = _in_turn(rows, x, dgrad, wgrad)
@@ -301,8 +291,8 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
 
 
 def _read(
-    call: Call, tensor: Tensor, saved: Copy | _Original, own: QuantizerArrays,
-    variation: Variation, gradient: Array, rows: Rows | None,
+    call: Call, tensor: Tensor, saved: Copy | _Original, own: QuantizerArrays, gradient: Array,
+    rows: Rows | None,
 ) -> tuple[Operand, tuple[CastStats, ...]]:  # fmt: skip
     """The whole operand x of wgrad or w of dgrad from its residual, and statistics of its cast.
 
@@ -312,7 +302,7 @@ def _read(
     if isinstance(saved, Copy):
         whole = place.gather_operand(saved.whole(own.known))
         if rows is not None and rows.routed == tensor:
-            whole = wgrad_operand(rows, call, tensor, whole, own, variation, after=gradient)
+            whole = wgrad_operand(rows, call, tensor, whole, own, after=gradient)
         return whole, ()
     arrays = _readable(saved.arrays, gradient)
     source: Source = arrays[0]
@@ -322,7 +312,7 @@ def _read(
         source = produce_again(call.prologue, arrays)
     matmul: Matmul = "wgrad" if tensor == "x" else "dgrad"
     known = own._replace(ledger=None, amaxes=saved.amaxes)
-    cast = _quantize(call, tensor, source, known, variation, rows, only=matmul)
+    cast = _quantize(call, tensor, source, known, rows, only=matmul)
     return place.gather_operand(cast.now[matmul]), cast.watched
 
 

@@ -13,7 +13,7 @@ from jax import lax
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType, FP8StateError, PyTree
 from jaxfp8.matmul._arrays import QuantizerArrays, undifferentiable
-from jaxfp8.matmul._call import NO_VARIATION, AmaxAxes, Call, Places, Variation, amax_axes
+from jaxfp8.matmul._call import AmaxAxes, Call, Places, Varying, amax_axes
 from jaxfp8.matmul._operands import quantize_operand
 from jaxfp8.matmul._options import check_float
 from jaxfp8.matmul._tile_view import View, view_of_weight
@@ -164,13 +164,12 @@ def _cast(
     plan_weight_casts(recipe, view.geometry)
     across = amax_axes(recipe, axes.reduce_axes, None)
     where = view.places(Places(Whole(), where, Whole())).w
-    call = _call(recipe, view, where, across, own)
+    call = _call(recipe, view, where, across, own, _varying(w, where, across, recipe, name))
     arrays = QuantizerArrays()
     if own is not None:
         known = known_scales(own) if own.probe is None else own.probe.known
         arrays = QuantizerArrays(known, zero_ledgers(own))
-    variation = _variation(w, where, across, recipe, name)
-    cast = quantize_operand(call, "w", view.weight(w), arrays, variation)
+    cast = quantize_operand(call, "w", view.weight(w), arrays)
     copies: dict[int, QuantizedTensor] = {}  # two matmuls may read one copy
     for operand in cast.now.values():
         assert isinstance(operand, QuantizedTensor)
@@ -197,8 +196,9 @@ def _scale_axes(copy: QuantizedTensor, axes: tuple[int | None, ...]) -> tuple[in
 
 
 def _call(
-    recipe: Recipe, view: View, where: Place, across: AmaxAxes, own: MatmulState | None
-) -> Call:
+    recipe: Recipe, view: View, where: Place, across: AmaxAxes, own: MatmulState | None,
+    varying: Varying,
+) -> Call:  # fmt: skip
     """A call that only casts a weight."""
     none: Any = None
     return Call(
@@ -206,14 +206,14 @@ def _call(
         fast_accumulation=False, out_sharding=none, collected=own is not None,
         in_gradient_channel=False, settled=own is not None and own.settled, amax_axes=across,
         places=Places(Whole(), where, Whole()), kernels=Kernels(), backends=Backends(),
-        prologue=None, save_original=(), watched=None,
+        prologue=None, save_original=(), watched=None, varying=varying,
     )  # fmt: skip
 
 
-def _variation(w: Array, where: Place, across: AmaxAxes, recipe: Recipe, name: str) -> Variation:
+def _varying(w: Array, where: Place, across: AmaxAxes, recipe: Recipe, name: str) -> Varying:
     """The mesh axes over which the weight varies inside `jax.shard_map`."""
     if not across.manual:
-        return NO_VARIATION
+        return Varying()
     axes = varying_axes(w) - where.manual_axes
     if axes and "w" in recipe.tensors_in_rows:
         raise ValueError(
@@ -222,10 +222,8 @@ def _variation(w: Array, where: Place, across: AmaxAxes, recipe: Recipe, name: s
             "rows. Call quantize_params outside of shard_map, or name the split in "
             "WeightAxes(shard=...)."
         )
-    none: frozenset[str] = frozenset()
     # Axes that are not named hold apart stages or experts, as where x varies over them, too.
-    x = none if across.named is None else axes
-    return Variation(x, axes, none, none, across.named, batched=False)
+    return Varying(frozenset() if across.named is None else axes, axes)
 
 
 # `quantize_params`: the weights of a model in FP8, cast once for all matmuls that read them.
