@@ -220,9 +220,9 @@ class Arrays(NamedTuple):
 
     x: Array  # with a prologue, the array that it makes; the gradient flows to it
     w: Array  # with `held` nobody reads it, and only the gradient flows to it
-    bias: Array | None  # [batch axes, axes that w keeps]
-    parts: tuple[Array, ...] | None  # the arrays that the prologue makes x from
-    quantizers: QuantizerArrays
+    bias: Array | None = None  # [batch axes, axes that w keeps]
+    parts: tuple[Array, ...] | None = None  # the arrays that the prologue makes x from
+    quantizers: QuantizerArrays = QuantizerArrays()
     held: HeldCopies | None = None
     rows: Rows | None = None  # which rows of x belong to which matrix of w
 

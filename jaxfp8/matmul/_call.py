@@ -26,7 +26,7 @@ from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.quantizers._base import Operand
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import check_axes, manual_axes, types_show_varying
-from jaxfp8.sharding._place import Place
+from jaxfp8.sharding._place import Place, Whole
 
 # The mesh axes over which the amaxes of one matmul are reduced inside `jax.shard_map`.
 #
@@ -126,9 +126,12 @@ def _ignored(recipe: Recipe, named: tuple[str, ...]) -> FP8StateError:
 class Places(NamedTuple):
     """Where each tensor is in the mesh."""
 
-    x: Place
-    w: Place
-    g: Place
+    x: Place = Whole()
+    w: Place = Whole()
+    g: Place = Whole()
+
+
+WHOLE = Places()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,19 +141,20 @@ class Call:
     recipe: Recipe
     geometry: TrainingGeometry
     out_dtype: DType
-    precision: Any
-    fast_accumulation: bool  # of fprop only
-    out_sharding: Any
+    precision: Any = None
+    fast_accumulation: bool = False  # of fprop only
+    out_sharding: Any = None
     collected: bool  # amaxes go to the state's probe
-    in_gradient_channel: bool  # the cotangent of the state is the next state
+    in_gradient_channel: bool = False  # the cotangent of the state is the next state
     settled: bool  # no stored scale is unset
     amax_axes: AmaxAxes
     places: Places
-    kernels: Kernels
-    backends: Backends  # of each cast and matmul, as `kernels` chooses them
-    prologue: AbstractPrologue | None  # makes x from other arrays, inside the cast kernel
-    save_original: tuple[Tensor, ...]  # the tensors that are residuals in high precision
-    watched: str | None  # the name under which casts report statistics; None if they do not
+    kernels: Kernels = dataclasses.field(default_factory=Kernels)
+    # Of each cast and matmul, as `kernels` chooses them.
+    backends: Backends = dataclasses.field(default_factory=Backends)
+    prologue: AbstractPrologue | None = None  # makes x from other arrays, inside the cast kernel
+    save_original: tuple[Tensor, ...] = ()  # the tensors that are residuals in high precision
+    watched: str | None = None  # the name under which casts report statistics, if they do
     varying: Varying = _NOWHERE  # in this pass, without the axes that operands are gathered over
 
     @property

@@ -12,12 +12,10 @@ from jax import lax
 
 from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Array, ArrayLike, Axes, DType
+from jaxfp8.matmul._arrays import Arrays
 from jaxfp8.matmul._call import Places
-from jaxfp8.matmul._options import (
-    Options,
-    check_float,
-)
-from jaxfp8.numerics._formats import FLOAT_DTYPES, check_out_dtype, product_dtype
+from jaxfp8.matmul._options import Options, check_float
+from jaxfp8.numerics._formats import FLOAT_DTYPES, product_dtype
 from jaxfp8.sharding._place import Place
 from jaxfp8.sharding._specs import mesh_axes
 
@@ -28,10 +26,7 @@ from jaxfp8.sharding._specs import mesh_axes
 class Given:
     """The operands of one call."""
 
-    x: Array  # with a prologue, the array that it makes
-    w: Array
-    parts: tuple[Array, ...] | None  # the arrays that the prologue makes x from
-    bias: Array | None  # [batch axes, axes that w keeps]
+    arrays: Arrays
     places: Places
     shapes: tuple[Axes, Axes]  # of x and w before a mesh splits them
     geometry: TrainingGeometry
@@ -46,29 +41,21 @@ class Given:
         lhs, rhs = self.geometry.fprop.sides
         x, w = (
             tuple(size // parts for size, parts in zip(shape, _shard_counts(array), strict=True))
-            for shape, array in zip(self.shapes, (self.x, self.w), strict=True)
+            for shape, array in zip(self.shapes, self.arrays[:2], strict=True)
         )
         batch, m, _ = lhs.matrix_shape(x)
         # If only one operand is split along K, it is resharded before the matmul.
         k = max(lhs.matrix_shape(x)[2], rhs.matrix_shape(w)[2])
         return batch * m, k, rhs.matrix_shape(w)[1]
 
-    def high_precision(
-        self, precision: Any, preferred_element_type: DType | None, out_sharding: Any
-    ) -> Array:
+    def high_precision(self, how: Options) -> Array:
         """`jax.lax.dot_general` of the whole operands, in high precision."""
         y = lax.dot_general(
-            self.places.x.gather(self.x), self.places.w.gather(self.w),
-            self.geometry.fprop.dimension_numbers, precision, preferred_element_type,
-            out_sharding=out_sharding,
+            self.places.x.gather(self.arrays.x), self.places.w.gather(self.arrays.w),
+            self.geometry.fprop.dimension_numbers, how.precision, how.preferred_element_type,
+            out_sharding=how.out_sharding,
         )  # fmt: skip
         return self.places.g.scatter(y)
-
-    def out_dtype(self, preferred_element_type: DType | None) -> DType:
-        """The dtype of the result."""
-        if preferred_element_type is None:
-            preferred_element_type = product_dtype(self.x.dtype, self.w.dtype)
-        return check_out_dtype(preferred_element_type)
 
 
 def _shard_counts(x: jax.Array) -> tuple[int, ...]:
@@ -107,8 +94,10 @@ def check_whole_axis(x: Array, x_place: Place, how: Options) -> None:
 # includes the bias (`_three_matmuls.py`).
 
 
-def check_bias(bias: ArrayLike, shape: Axes) -> Array:
-    """The bias as an array of `shape`, [B, N]."""
+def check_bias(bias: ArrayLike | None, shape: Axes) -> Array | None:
+    """The bias as an array of `shape`, [B, N]; None if there is none."""
+    if bias is None:
+        return None
     bias = check_float("bias", bias)
     if bias.shape != shape:
         raise ValueError(

@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxfp8._call import check_options, option_names
 from jaxfp8._quantized_tensor import QuantizedTensor
-from jaxfp8._typing import Array, ArrayLike, Tensor
+from jaxfp8._typing import Array, ArrayLike, DType, Tensor
 from jaxfp8.numerics._formats import FLOAT_DTYPES
 from jaxfp8.plan._kernels import Kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
@@ -80,6 +80,8 @@ class MatmulOptions(LayerOptions, total=False):
 class Options:
     """The options of one call, with their defaults."""
 
+    precision: Any = None
+    preferred_element_type: DType | None = None
     reduce_axes: tuple[str, ...] | None = None
     x_shard: Shard | None = None
     w_shard: Shard | None = None
@@ -98,10 +100,16 @@ class Options:
         check_save_original(self.save_original)
 
 
-def read_options(function: str, known: type, options: Any) -> Options:
+def read_options(
+    function: str,
+    known: type,
+    options: Any,
+    precision: Any = None,
+    preferred_element_type: DType | None = None,
+) -> Options:
     """The options of a call, of which `known`, a TypedDict, lists the names."""
     check_options(function, known, options)
-    return Options(**options)
+    return Options(precision=precision, preferred_element_type=preferred_element_type, **options)
 
 
 def options_of(layer: Any) -> LayerOptions:

@@ -10,9 +10,9 @@ import numpy as np
 
 from jaxfp8._typing import Array, ArrayLike, DType, FP8StateError, Tensor
 from jaxfp8.kernels.grouped_matmul._groups import Groups
-from jaxfp8.matmul._arrays import Arrays, Rows
+from jaxfp8.matmul._arrays import Arrays, QuantizerArrays, Rows
+from jaxfp8.matmul._call import Call
 from jaxfp8.matmul._given import check_bias
-from jaxfp8.matmul._grouped_call import GroupedCall, bias_of_rows
 from jaxfp8.matmul._grouped_operands import FIRST_READER
 from jaxfp8.matmul._options import (
     Options,
@@ -23,6 +23,7 @@ from jaxfp8.matmul._options import (
     check_operands,
     read_options,
 )
+from jaxfp8.matmul._prepare import add_bias_of_rows, prepare_groups
 from jaxfp8.matmul._three_matmuls import three_matmuls
 from jaxfp8.numerics._per_block import is_explicit
 from jaxfp8.recipes._recipe import Recipe
@@ -113,7 +114,9 @@ def dispatch_matmul(
     References:
       DeepSeek-V3, arXiv:2412.19437, section 3.3; FP8-Flow-MoE, arXiv:2511.02302.
     """
-    how = read_options("fp8.moe.dispatch_matmul", DispatchOptions, options)
+    how = read_options(
+        "fp8.moe.dispatch_matmul", DispatchOptions, options, precision, preferred_element_type
+    )
     x, w = _operands("fp8.moe.dispatch_matmul", x, w, route, "tokens", recipe, how)
     if sent_in_fp8:
         cure = "Pass sent_in_fp8=False."
@@ -123,14 +126,14 @@ def dispatch_matmul(
                 f"save_original={how.save_original!r} keeps x in high precision, but it arrives in "
                 f"FP8. {cure}"
             )
-    grouped = _grouped(x, w, route, recipe, state, how, precision, preferred_element_type)
-    groups = Groups.of(route.sizes, tokens=route.rows, tile=grouped.tile)
+    call, quantizers, tile = _prepared(how, recipe, state, x, w, route)
+    groups = Groups.of(route.sizes, tokens=route.rows, tile=tile)
     rows = Rows(groups, route, "x") if sent_in_fp8 else Rows(groups)
     if not sent_in_fp8:
         x = dispatch(route, x)
-    bias = None if how.bias is None else check_bias(how.bias, (w.shape[0], w.shape[2]))
-    y = three_matmuls(grouped.call, Arrays(x, w, None, None, grouped.quantizers, rows=rows))
-    return y if bias is None else y + bias_of_rows(bias, route.sizes, y)
+    bias = check_bias(how.bias, (w.shape[0], w.shape[2]))
+    y = three_matmuls(call, Arrays(x, w, quantizers=quantizers, rows=rows))
+    return add_bias_of_rows(y, bias, route.sizes)
 
 
 def matmul_combine(
@@ -188,14 +191,16 @@ def matmul_combine(
     References:
       DeepSeek-V3, arXiv:2412.19437, section 3.3 (combine in BF16).
     """
-    how = read_options("fp8.moe.matmul_combine", CombineOptions, options)
+    how = read_options(
+        "fp8.moe.matmul_combine", CombineOptions, options, precision, preferred_element_type
+    )
     x, w = _operands("fp8.moe.matmul_combine", x, w, route, "rows", recipe, how)
     if gradient_sent_in_fp8:
         _check_sent_in_fp8(recipe, "g", "Pass gradient_sent_in_fp8=False.")
-    grouped = _grouped(x, w, route, recipe, state, how, precision, preferred_element_type)
-    groups = Groups.of(route.sizes, tokens=route.rows, tile=grouped.tile)
+    call, quantizers, tile = _prepared(how, recipe, state, x, w, route)
+    groups = Groups.of(route.sizes, tokens=route.rows, tile=tile)
     rows = Rows(groups, route, "g") if gradient_sent_in_fp8 else Rows(groups)
-    y = three_matmuls(grouped.call, Arrays(x, w, None, None, grouped.quantizers, rows=rows))
+    y = three_matmuls(call, Arrays(x, w, quantizers=quantizers, rows=rows))
     return y if gradient_sent_in_fp8 else combine(route, y)
 
 
@@ -231,18 +236,19 @@ def _operands(
     return x, w
 
 
-def _grouped(
-    x: Array, w: Array, route: Route, recipe: Recipe, state: MatmulState | tuple[()] | None,
-    how: Options, precision: Any, preferred_element_type: DType | None,
-) -> GroupedCall:  # fmt: skip
+def _prepared(
+    how: Options,
+    recipe: Recipe,
+    state: MatmulState | tuple[()] | None,
+    x: Array,
+    w: Array,
+    route: Route,
+) -> tuple[Call, QuantizerArrays, int]:
     # On average the experts of a device get as many rows as its tokens have choices.
     tokens = min(route.rows, route.tokens * route.choices)
-    grouped = GroupedCall.of(
-        x, w, how, recipe=recipe, state=state, tokens=tokens, precision=precision,
-        preferred_element_type=preferred_element_type,
-    )  # fmt: skip
-    _check_untyped_axes(grouped, route, recipe)
-    return grouped
+    call, quantizers, tile = prepare_groups(how, recipe, state, x, w, tokens=tokens)
+    _check_untyped_axes(call, quantizers, route)
+    return call, quantizers, tile
 
 
 def _check_sent_in_fp8(recipe: Recipe, tensor: Tensor, cure: str) -> None:
@@ -274,13 +280,12 @@ def _check_sent_in_fp8(recipe: Recipe, tensor: Tensor, cure: str) -> None:
         )
 
 
-def _check_untyped_axes(grouped: GroupedCall, route: Route, recipe: Recipe) -> None:
+def _check_untyped_axes(call: Call, quantizers: QuantizerArrays, route: Route) -> None:
     """Raise FP8StateError if types are off, and the named axes would mix experts."""
-    axes, known = grouped.call.amax_axes, grouped.quantizers.known
-    if route.axis is None or not axes.manual or axes.typed or not recipe.combines_amaxes:
+    axes, named = call.amax_axes, call.amax_axes.named or frozenset()
+    if route.axis is None or not axes.manual or axes.typed or not call.recipe.combines_amaxes:
         return
-    named = axes.named or frozenset()
-    if known is not None and known.ndim == 2:
+    if quantizers.known is not None and quantizers.known.ndim == 2:
         raise FP8StateError(
             f"one state for all experts needs types inside shard_map over {route.axis!r}. Use "
             "check_vma=True, or a state for each expert."
