@@ -23,7 +23,7 @@ from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.matmul._arrays import Copy, QuantizerArrays, Rows, name_residuals
 from jaxfp8.matmul._call import Call
-from jaxfp8.matmul._operands import Quantized, Seen, rounding_key
+from jaxfp8.matmul._operands import Quantized, Seen, by_reader, rounding_key
 from jaxfp8.matmul._stats import CastStats, cast_stats
 from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._granularity import AbstractGranularity, PerAxis, PerTensor
@@ -66,16 +66,8 @@ def _quantize_groups(
         largest = extras.largest if largest is None else largest
     watched = stack.watched(copies) if call.watched is not None else ()
     seen = stack.seen(arrays.ledger, stack.values if largest is None else largest)
-    saved = copies
-    if tensor != "g":
-        copies, saved = name_residuals(copies, tensor)
-    return Quantized(
-        now={matmul: copy.operand for copy in copies for matmul in copy.readers},
-        saved={matmul: copy for copy in saved for matmul in copy.readers},
-        seen=seen,
-        column_sums=None,
-        watched=watched,
-    )
+    now, saved = by_reader(copies, tensor)
+    return Quantized(now, saved, seen, watched=watched)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,23 +212,17 @@ class _Stack:
     def watched(self, copies: list[Copy]) -> tuple[CastStats, ...]:
         """The statistics of each FP8 copy. Rows of no group count as zeros."""
         return tuple(
-            self._stats(copy.operand, copy.readers)
+            _stats_of_stack(self.values, copy.operand, self.tensor, copy.readers, self.value.size)
             for copy in copies
             if isinstance(copy.operand, QuantizedTensor)
         )
 
-    def _stats(self, operand: QuantizedTensor, readers: tuple[Matmul, ...]) -> CastStats:
-        each = jax.vmap(lambda x, copy: cast_stats(x, copy, self.tensor, readers))(
-            self.values, operand
-        )
-        return _join_stats(each, self.value.size)
 
-
-def _join_stats(each: CastStats, values: int) -> CastStats:
-    """The statistics of a stack, from those of its arrays, [n].
-
-    `values` says how many values the stack has, without padding.
-    """
+def _stats_of_stack(
+    stack: Array, copies: QuantizedTensor, tensor: Tensor, readers: tuple[Matmul, ...], values: int
+) -> CastStats:
+    """The statistics of copies of n arrays, of `values` values together without padding."""
+    each = jax.vmap(lambda x, copy: cast_stats(x, copy, tensor, readers))(stack, copies)
     joined: dict[str, Any] = {
         "amax": jnp.max(each.amax, initial=0.0),
         "scale_min": jnp.min(each.scale_min, initial=jnp.inf),
@@ -296,8 +282,7 @@ def quantize_rows(
     return Quantized(
         now=now,
         saved={"wgrad": saved[0]},
-        seen=sender.seen(),
-        column_sums=None,
+        seen=sender.stack.seen_of_groups(arrays.ledger, sender.found),
         watched=sender.watched(packed),
     )
 
@@ -374,8 +359,9 @@ class _Sender:
         assert cast is not None
         # A kernel for one row at a time would be launched for each slot. XLA fuses the gather.
         cast = dataclasses.replace(cast, backends=("xla",))
-        known = self._known
-        found = self._of_slots(self._amax(known))
+        row = self.planned.row
+        known = None if row is None else self.stack.known(self.arrays.known, row)
+        found = self._of_slots(self.stack.joined(PerTensor(), self.found(), known))
         if known is not None:
             known = KnownScale(*map(self._of_slots, known))
         keys = None if key is None else jax.random.split(key, self.route.rows)
@@ -388,19 +374,13 @@ class _Sender:
 
         return jax.vmap(one)(self.route.packed(self.stack.value), found, known, keys)
 
-    @property
-    def _known(self) -> KnownScale | None:
-        """The stored scale for each expert of this device, with its multiplier."""
-        row = self.planned.row
-        return None if row is None else self.stack.known(self.arrays.known, row)
-
     def _of_slots(self, of_experts: Array) -> Array:
         """The entry of each slot's expert, [S], of entries of the experts of this device."""
         if self.route.axis is not None:
             of_experts = lax.all_gather(of_experts, self.route.axis, tiled=True)
         return of_experts.at[self.route.expert].get(mode="fill", fill_value=1)
 
-    def _found(self) -> Array:
+    def found(self) -> Array:
         """The amax of all rows of each expert of this device, on any device of the axis."""
         route = self.route
         of_tokens = jnp.squeeze(amax(self.stack.value, PerAxis(0)), axis=1)
@@ -414,13 +394,6 @@ class _Sender:
         found = lax.pmax(found, route.axis)
         return lax.dynamic_slice_in_dim(found, lax.axis_index(route.axis) * here, here)
 
-    def _amax(self, known: KnownScale | None) -> Array:
-        return self.stack.joined(PerTensor(), self._found(), known)
-
-    def seen(self) -> dict[tuple[Tensor, int], Array]:
-        """The amax for each row of state of the tensor; see `_Stack.seen_of_groups`."""
-        return self.stack.seen_of_groups(self.arrays.ledger, self._found)
-
     def watched(self, packed: Operand) -> tuple[CastStats, ...]:
         """The statistics of the cast. An empty slot counts as zeros."""
         if self.stack.call.watched is None or not isinstance(packed, QuantizedTensor):
@@ -430,8 +403,7 @@ class _Sender:
         value = self.route.packed(self.stack.value)
         if not packed.granularity.in_one:
             return (cast_stats(value, packed, tensor, readers),)
-        each = jax.vmap(lambda x, copy: cast_stats(x, copy, tensor, readers))(value, packed)
-        return (_join_stats(each, value.size),)
+        return (_stats_of_stack(value, packed, tensor, readers, value.size),)
 
 
 def _tiled(route: Route, groups: Groups, received: Operand) -> Operand:

@@ -69,16 +69,13 @@ Seen: TypeAlias = dict[tuple[Tensor, int], Array]
 """The amax for each row of state that belongs to a tensor: {(tensor, index of the row): f32[]}."""
 
 
-_NOTHING = CastExtras()
-
-
 class Quantized(NamedTuple):
     """A tensor as each matmul reads it."""
 
     now: dict[Matmul, Operand]  # for the matmuls of this pass
     saved: dict[Matmul, Copy]  # the same copies as residuals, for those of the backward pass
     seen: Seen
-    column_sums: Array | None
+    column_sums: Array | None = None
     watched: tuple[CastStats, ...] = ()  # the statistics of each copy, if casts are watched
     amaxes: KnownAmaxes = KnownAmaxes()  # those that the quantizers asked for
 
@@ -98,7 +95,7 @@ def quantize_operand(
     """
     value, place = value_of(source), getattr(call.places, tensor)
     copies: list[Copy] = []
-    extras = _NOTHING
+    extras = CastExtras()
     found = dict(zip(arrays.amaxes.keys, arrays.amaxes.amaxes, strict=True))
     backends = getattr(call.backends, tensor)
     # Both copies of g are gathered in one pass, those of x and w in different passes.
@@ -119,36 +116,40 @@ def quantize_operand(
         made, more = planned.quantizer.quantize(source, planned.cast, inputs, key=key)
         for operand, readers in zip(made, planned.readers, strict=True):
             copies.append(Copy.of(operand, readers, planned, stored))
-        extras = more if extras is _NOTHING else extras.or_else(more)
-    watched = _watched(tensor, value, copies, arrays) if call.watched is not None else ()
+        extras = extras.or_else(more)
+    watched: tuple[CastStats, ...] = ()
+    if call.watched is not None:
+        whole = [(copy.whole(arrays.known), copy.readers) for copy in copies]
+        watched = tuple(
+            cast_stats(value, each, tensor, readers)
+            for each, readers in whole
+            if isinstance(each, QuantizedTensor)
+        )
     # `largest` has the amax of `value`, and comes from the cast kernel: no second read of `value`.
     seen = _seen(call, tensor, value if extras.largest is None else extras.largest, arrays.ledger)
     if seen and call.settled:
         # The barrier keeps cast and amax in one kernel. Without it, XLA moves the transpose that
         # cuBLASLt needs on Hopper through the cast. The amax then reads the tensor a second time.
         copies = lax.optimization_barrier(copies)
+    now, saved = by_reader(copies, tensor, arrays.known)
+    known = KnownAmaxes(tuple(found), tuple(found.values()))
+    return Quantized(now, saved, seen, extras.column_sums, watched, known)
+
+
+def by_reader(
+    copies: list[Copy], tensor: Tensor, known: Array | None = None
+) -> tuple[dict[Matmul, Operand], dict[Matmul, Copy]]:
+    """For each matmul its operand, and the same copy as a residual. `known`: see `Copy.whole`."""
     saved = copies
     if tensor != "g":
         # The copies are named before any matmul reads them. A rematerialized fprop then starts
         # from a saved copy, if it reads the same one as the backward pass.
         copies, saved = name_residuals(copies, tensor)
     # One operand for all readers of a copy: `_gathered_once` compares identities.
-    whole = [(copy.whole(arrays.known), copy.readers) for copy in copies]
-    now = {matmul: operand for operand, readers in whole for matmul in readers}
-    residuals = {matmul: copy for copy in saved for matmul in copy.readers}
-    known = KnownAmaxes(tuple(found), tuple(found.values()))
-    return Quantized(now, residuals, seen, extras.column_sums, watched, known)
-
-
-def _watched(
-    tensor: Tensor, value: Array, copies: list[Copy], arrays: QuantizerArrays
-) -> tuple[CastStats, ...]:
-    """The statistics of each FP8 copy of a tensor."""
-    whole = [(copy.whole(arrays.known), copy.readers) for copy in copies]
-    return tuple(
-        cast_stats(value, each, tensor, readers)
-        for each, readers in whole
-        if isinstance(each, QuantizedTensor)
+    whole = [(copy.whole(known), copy.readers) for copy in copies]
+    return (
+        {matmul: operand for operand, readers in whole for matmul in readers},
+        {matmul: copy for copy in saved for matmul in copy.readers},
     )
 
 
