@@ -68,11 +68,7 @@ _NOWHERE = Varying()
 def amax_axes(
     recipe: Recipe, given: tuple[str, ...] | None, probed: tuple[str, ...] | None
 ) -> AmaxAxes:
-    """The axes of a call. `probed` is `reduce_axes=` of `fp8.value_and_grad`.
-
-    Raises FP8StateError if the axes are unknown, because an amax of one shard would be wrong. Also
-    if axes are named that per-row amaxes would ignore.
-    """
+    """The axes of a call. `probed` is `reduce_axes=` of `fp8.value_and_grad`."""
     if given is not None and not isinstance(given, tuple | list | frozenset | set):
         raise TypeError(
             f"reduce_axes={given!r} must be a tuple of mesh axis names; write ({given!r},)."
@@ -86,7 +82,7 @@ def amax_axes(
         return _GLOBAL
     typed = types_show_varying()
     if named is None:
-        if not typed and recipe.combines_amaxes:
+        if not typed and recipe.combines_amaxes:  # an amax of one shard would be wrong
             raise _unknown(recipe)
         return AmaxAxes(None, typed, manual=True)
     manual = frozenset(named) & set(manual_axes())
@@ -165,10 +161,7 @@ class Call:
         return frozenset(name for name in OPERANDS if getattr(self.backends, name)[0] == "xla")
 
     def contracted(self, matmul: Matmul, tensor: Tensor) -> frozenset[str]:
-        """The axes over which a matmul contracts a tensor across devices.
-
-        All devices that contract one row must use one scale for it.
-        """
+        """The axes over which devices that contract one row must use one scale for it."""
         x, w, _ = self.varying
         if matmul == "fprop":
             # Types cannot decide here: an axis over which x and w both vary may split the
@@ -242,17 +235,13 @@ class Call:
         )
 
     def _wide(self, lhs: Array, rhs: Array) -> tuple[Array, Array]:
-        """Both operands in one dtype.
-
-        g has the dtype of y. `preferred_element_type` can make it differ from that of x. With
-        strict promotion JAX would raise an error here, where no caller can write a cast.
-        """
+        # g has the dtype of y, which `preferred_element_type` can make differ from that of x. With
+        # strict promotion JAX would raise an error here, where no caller can write a cast.
         with jax.numpy_dtype_promotion("standard"):
             dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         return lhs.astype(dtype), rhs.astype(dtype)
 
     def _written_transposed(self, matmul: Matmul) -> tuple[bool, bool]:
-        """See `MatmulCall`."""
         lhs, rhs = (getattr(self.backends, tensor)[0] for tensor in OPERANDS[matmul])
         return CASTS[lhs].writes_transposed, CASTS[rhs].writes_transposed
 

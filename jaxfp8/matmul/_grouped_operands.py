@@ -45,11 +45,7 @@ def _quantize_groups(
     *,
     only: Matmul | None = None,
 ) -> Quantized:
-    """A tensor, cast once for the matmuls that read the same copy of it; see `quantize_operand`.
-
-    `value` are rows [T, K] of x or g, or matrices [E, K, N]. The geometry of the call is that of
-    one group.
-    """
+    """As `quantize_operand`, of rows [T, K] of x or g, or of matrices [E, K, N]."""
     stack = _Stack(groups, call, tensor, value)
     copies: list[Copy] = []
     largest = None
@@ -85,16 +81,16 @@ class _Stack:
 
     @property
     def source(self) -> Source:
-        """The stack. Kernels read the rows of tiles where they are."""
         if self.tensor == "w":
             return self.values
+        # Kernels read the rows of tiles where they are.
         groups = self.groups
         return Gathered(self.values, self.value, groups.first_row, groups.live_rows)
 
     def cast(
         self, planned: PlannedCast, arrays: QuantizerArrays
     ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-        """The copies by one quantizer. Every array has the axis of the stack in front."""
+        """The copies by one quantizer, with the axis of the stack in front."""
         quantizer, settled = planned.quantizer, self.call.settled
         assert planned.cast is not None
         cast = dataclasses.replace(planned.cast, separate=self.tensor == "w")
@@ -152,16 +148,13 @@ class _Stack:
     def over_mesh(
         self, granularity: AbstractGranularity, found: Array, known: KnownScale | None
     ) -> Array:
-        """The maximum over the mesh axes over which the values of one scale span devices.
-
-        Devices that have states of their own have amaxes of their own.
-        """
+        """The maximum over the mesh axes over which the values of one scale span devices."""
         axes = self.call.amax_axes
         if not axes.manual:
             return found
         if granularity.in_one:
             apart = self.call.apart
-            if known is not None:
+            if known is not None:  # devices that have states of their own have their own amaxes
                 apart |= varying_axes(known.scale)
             return pmax(found, (varying_axes(found) - apart) | axes.untyped)
         readers: list[Matmul] = [
@@ -259,10 +252,7 @@ def quantize_rows(
     *,
     only: Matmul | None = None,
 ) -> Quantized:
-    """A tensor of a grouped matmul, cast once, and sent if it has to be; see `_quantize_groups`.
-
-    `value` are matrices [E, K, N], rows [S, K], or tokens [T, K] that become rows.
-    """
+    """As `_quantize_groups`; tokens [T, K] of a tensor that is sent become rows [S, K]."""
     groups, route = rows.groups, rows.route
     if route is None or rows.routed != tensor:
         return _quantize_groups(groups, call, tensor, value, arrays, only=only)
@@ -296,18 +286,15 @@ def wgrad_operand(
     *,
     after: Array | None = None,
 ) -> Operand:
-    """The copy [R, P, K] that wgrad reads, of the slots [S, K] that arrived.
-
-    If one scale holds for an expert, wgrad reads the same copy. Otherwise slots become bfloat16 for
-    a second cast, which waits for the array `after`.
-    """
+    """The copy [R, P, K] that wgrad reads, of the slots [S, K] that arrived."""
     groups, route = rows.groups, rows.route
     assert route is not None
     if isinstance(received, QuantizedTensor):
         if received.granularity.in_one:
             return _tiled(route, groups, received)
-        # Without the barrier XLA would do this earlier, fused with work of another matmul, and keep
-        # the rows in bfloat16 until then.
+        # Slots become bfloat16 for a second cast, which waits for the array `after`. Without the
+        # barrier XLA would do this earlier, fused with work of another matmul, and keep the rows in
+        # bfloat16 until then.
         if after is not None:
             both: tuple[QuantizedTensor, Array] = lax.optimization_barrier((received, after))
             received = both[0]
@@ -375,7 +362,7 @@ class _Sender:
         return jax.vmap(one)(self.route.packed(self.stack.value), found, known, keys)
 
     def _of_slots(self, of_experts: Array) -> Array:
-        """The entry of each slot's expert, [S], of entries of the experts of this device."""
+        """For each slot [S] the entry of its expert."""
         if self.route.axis is not None:
             of_experts = lax.all_gather(of_experts, self.route.axis, tiled=True)
         return of_experts.at[self.route.expert].get(mode="fill", fill_value=1)

@@ -30,15 +30,7 @@ _INDEX: dict[Tensor, int] = {"x": 0, "w": 1, "g": 2}
 
 
 def rounding_key(key: Array | None, call: Call, tensor: Tensor, value: Array) -> Array:
-    """The key for one tensor of one call.
-
-    In Auto and Explicit meshes arrays are global. Random bits are global too, so they do not depend
-    on the mesh.
-
-    Inside `jax.shard_map` a device does not know the position of its shard in the array. There the
-    index of the device, over the mesh axes that the tensor varies over, is folded into the key. So
-    each shard gets its own bits, and replicas get the same bits.
-    """
+    """The key for one tensor of one call."""
     if key is None:
         raise ValueError(
             f"key=None, but recipe {call.recipe.name!r} rounds {tensor} stochastically. That "
@@ -50,7 +42,9 @@ def rounding_key(key: Array | None, call: Call, tensor: Tensor, value: Array) ->
     # Each tensor folds in its own index, so x, w and g of one call do not share random bits.
     key = jax.random.fold_in(key, _INDEX[tensor])
     if not call.amax_axes.manual:
-        return key
+        return key  # arrays are global, and so are random bits: they do not depend on the mesh
+    # A device does not know the position of its shard in the array. So its index over the mesh axes
+    # that the tensor varies over is folded in: shards get their own bits, replicas the same ones.
     if not call.amax_axes.typed:
         raise ValueError(
             f"recipe {call.recipe.name!r} rounds {tensor} stochastically inside "
@@ -65,8 +59,8 @@ def rounding_key(key: Array | None, call: Call, tensor: Tensor, value: Array) ->
 
 # The casts of one tensor: its scales, its copies, its amaxes.
 
+# The amax for each row of state that belongs to a tensor: {(tensor, index of the row): f32[]}.
 Seen: TypeAlias = dict[tuple[Tensor, int], Array]
-"""The amax for each row of state that belongs to a tensor: {(tensor, index of the row): f32[]}."""
 
 
 class Quantized(NamedTuple):
@@ -89,10 +83,7 @@ def quantize_operand(
     column_sums: bool = False,
     only: Matmul | None = None,
 ) -> Quantized:
-    """A tensor, cast once for the matmuls that read the same copy of it.
-
-    `only` names the only matmul of this pass that reads the tensor; None for all.
-    """
+    """A tensor, cast once for the matmuls of this pass that read the same copy, or `only` one."""
     value, place = value_of(source), getattr(call.places, tensor)
     copies: list[Copy] = []
     extras = CastExtras()
@@ -172,10 +163,7 @@ def _amax_of(
     call: Call, tensor: Tensor, value: Array, planned: PlannedCast, stored: KnownScale | None,
     known: dict[tuple[int | None, AbstractGranularity], Array],
 ) -> Callable[[AbstractGranularity], Array]:  # fmt: skip
-    """A function that finds the amax of the whole logical tensor, in every kind of mesh.
-
-    `known` are the amaxes that were found before. The function adds those that it finds.
-    """
+    """A function that finds the amax of the whole logical tensor, and adds it to those `known`."""
     assert planned.cast is not None
     place: Place = getattr(call.places, tensor)
     manual = call.amax_axes.manual

@@ -51,10 +51,8 @@ class CastStats:
 
 
 def _limit(format: Format) -> float:
-    """The magnitude above which the clip of a cast loses more than rounding does.
-
-    It is the middle between the largest value and the next one, which the format lacks.
-    """
+    """The magnitude above which the clip of a cast loses more than rounding does."""
+    # The middle between the largest value and the next one, which the format lacks.
     return format.max + 2.0 ** (format.max_exponent - format.mantissa_bits - 1)
 
 
@@ -103,8 +101,7 @@ def _count(mask: Array) -> Array:
 # those of x, w and g together, in its backward pass. So `jax.checkpoint`, which runs a forward pass
 # twice, does not send them twice.
 
-Receive = Callable[[str, tuple[CastStats, ...]], None]
-"""A function `(layer, statistics)`. JAX calls it on another thread."""
+Receive = Callable[[str, tuple[CastStats, ...]], None]  # of a layer; called on another thread
 
 _watched: Any = jax.make_user_context(False)
 # A program outlives the context in which it was compiled. So it sends to whoever listens now, and
@@ -116,10 +113,7 @@ _LIBRARIES = frozenset({"jaxfp8", "jax", "flax", "functools", "contextlib"})
 
 @contextlib.contextmanager
 def watch_casts(receive: Receive) -> Iterator[None]:
-    """Watch the casts of all matmuls that run in this context.
-
-    Raises RuntimeError if casts are watched already.
-    """
+    """Watch the casts of all matmuls that run in this context."""
     if _listeners:
         raise RuntimeError(
             "fp8.diagnostics.collect() is active already, in this thread or in another. Records "
@@ -138,15 +132,11 @@ def watch_casts(receive: Receive) -> Iterator[None]:
 
 
 def name_of_call(given: str | None) -> str | None:
-    """The name of a matmul: `name=` of the call, or the line of code that calls it.
-
-    None if casts are not watched. Then the name is no part of the call, and equal layers share
-    their traces.
-    """
+    """The name of a matmul: `name=` of the call, or the line of code that calls it."""
     if given is not None and not isinstance(given, str):
         raise TypeError(f"name={given!r} must be a string, for instance name='mlp/up'.")
     if not _watched.value:
-        return None
+        return None  # equal layers share their traces, so no name is part of the call
     frames = [
         (str(frame.f_globals.get("__name__", "")), line, frame)
         for frame, line in traceback.walk_stack(None)
@@ -166,7 +156,7 @@ def name_of_call(given: str | None) -> str | None:
 
 
 def send_stats(layer: str | None, statistics: tuple[CastStats, ...]) -> None:
-    """Send statistics of a layer to the host when the program runs. Nothing if there are none."""
+    """Send statistics of a layer to the host when the program runs."""
     if statistics:
         assert layer is not None
         jax.debug.callback(functools.partial(_deliver, layer), statistics)

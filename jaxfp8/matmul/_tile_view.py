@@ -146,10 +146,7 @@ class View:
         return new
 
     def result(self, y: Array, out_sharding: Sharding, high: Callable[[], Array]) -> Array:
-        """The result of the view, reshaped to the result of the matmul.
-
-        Of `high()`, the matmul in high precision, only the type is used.
-        """
+        """The view's result, reshaped to that of the matmul, which has the type of `high()`."""
         if y.shape == self.y_shape:
             return y
         if out_sharding is None and is_explicit(y):
@@ -165,13 +162,7 @@ def view_for(
     shapes: tuple[Axes, Axes],
     y_place: Place = Whole(),  # noqa: B008
 ) -> View:
-    """The view for tiles of at most `tile` values a side. `tile` is None for recipes without tiles.
-
-    Example:
-      >>> heads = TrainingGeometry.of((((2, 3), (0, 1)), ((), ())), 4, 3)
-      >>> view_for(128, heads, ((8, 512, 12, 64), (12, 64, 768))).of_x.counts
-      (1, 1, 2)
-    """
+    """The view for tiles of at most `tile` values a side; None for recipes without tiles."""
     x, w = geometry.fprop.sides
     y_shape = y_place.shard_shape(geometry.fprop.out_shape(*shapes))
     y_axes, bias_axes = tuple(range(len(x.batch + x.kept + w.kept))), w.batch + w.kept
@@ -212,10 +203,8 @@ def _trailing(batch: int, m: int, k: int, n: int) -> TrainingGeometry:
 
 
 def _counts(sizes: Axes, tile: int) -> Axes:
-    """How many axes of a group are merged into each axis of the view.
-
-    Only trailing axes are merged: the fewest that fill a tile, or all of them if none fill it.
-    """
+    """How many axes of a group are merged into each axis of the view."""
+    # Only trailing axes are merged: the fewest that fill a tile, or all of them if none fill it.
     first = max(len(sizes) - 1, 0)
     while first > 0 and math.prod(sizes[first:]) < tile:
         first -= 1

@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxfp8._typing import Array, ArrayLike, DType, FP8StateError, Tensor
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.matmul._arrays import Arrays, QuantizerArrays, Rows
 from jaxfp8.matmul._call import Call
-from jaxfp8.matmul._given import check_bias
+from jaxfp8.matmul._given import add_bias_of_rows, check_bias, prepare_groups
 from jaxfp8.matmul._grouped_operands import FIRST_READER
 from jaxfp8.matmul._options import (
     Options,
@@ -23,7 +23,6 @@ from jaxfp8.matmul._options import (
     check_operands,
     read_options,
 )
-from jaxfp8.matmul._prepare import add_bias_of_rows, prepare_groups
 from jaxfp8.matmul._three_matmuls import three_matmuls
 from jaxfp8.numerics._per_block import is_explicit
 from jaxfp8.recipes._recipe import Recipe
@@ -126,13 +125,10 @@ def dispatch_matmul(
                 f"save_original={how.save_original!r} keeps x in high precision, but it arrives in "
                 f"FP8. {cure}"
             )
-    call, quantizers, tile = _prepared(how, recipe, state, x, w, route)
-    groups = Groups.of(route.sizes, tokens=route.rows, tile=tile)
-    rows = Rows(groups, route, "x") if sent_in_fp8 else Rows(groups)
-    if not sent_in_fp8:
+    else:
         x = dispatch(route, x)
     bias = check_bias(how.bias, (w.shape[0], w.shape[2]))
-    y = three_matmuls(call, Arrays(x, w, quantizers=quantizers, rows=rows))
+    y = _multiply(how, recipe, state, x, w, route, "x" if sent_in_fp8 else None)
     return add_bias_of_rows(y, bias, route.sizes)
 
 
@@ -197,10 +193,7 @@ def matmul_combine(
     x, w = _operands("fp8.moe.matmul_combine", x, w, route, "rows", recipe, how)
     if gradient_sent_in_fp8:
         _check_sent_in_fp8(recipe, "g", "Pass gradient_sent_in_fp8=False.")
-    call, quantizers, tile = _prepared(how, recipe, state, x, w, route)
-    groups = Groups.of(route.sizes, tokens=route.rows, tile=tile)
-    rows = Rows(groups, route, "g") if gradient_sent_in_fp8 else Rows(groups)
-    y = three_matmuls(call, Arrays(x, w, quantizers=quantizers, rows=rows))
+    y = _multiply(how, recipe, state, x, w, route, "g" if gradient_sent_in_fp8 else None)
     return y if gradient_sent_in_fp8 else combine(route, y)
 
 
@@ -236,26 +229,22 @@ def _operands(
     return x, w
 
 
-def _prepared(
-    how: Options,
-    recipe: Recipe,
-    state: MatmulState | tuple[()] | None,
-    x: Array,
-    w: Array,
-    route: Route,
-) -> tuple[Call, QuantizerArrays, int]:
+def _multiply(
+    how: Options, recipe: Recipe, state: MatmulState | tuple[()] | None, x: Array, w: Array,
+    route: Route, routed: Literal["x", "g"] | None,
+) -> Array:  # fmt: skip
+    """The rows of each expert times its matrix. `routed` is the tensor that is sent in FP8."""
     # On average the experts of a device get as many rows as its tokens have choices.
     tokens = min(route.rows, route.tokens * route.choices)
     call, quantizers, tile = prepare_groups(how, recipe, state, x, w, tokens=tokens)
     _check_untyped_axes(call, quantizers, route)
-    return call, quantizers, tile
+    groups = Groups.of(route.sizes, tokens=route.rows, tile=tile)
+    rows = Rows(groups) if routed is None else Rows(groups, route, routed)
+    return three_matmuls(call, Arrays(x, w, quantizers=quantizers, rows=rows))
 
 
 def _check_sent_in_fp8(recipe: Recipe, tensor: Tensor, cure: str) -> None:
-    """Raise ValueError unless wgrad can read the copy of x or g that is sent in FP8.
-
-    `cure` says how the caller sends it in high precision.
-    """
+    """Raise ValueError unless wgrad can read the copy of x or g that is sent in FP8."""
     (_, first), (_, second) = sorted(recipe.uses(tensor), key=lambda use: use[0] == "wgrad")
     if first.value_format is None:
         return  # it is sent in high precision, as the recipe says

@@ -10,7 +10,7 @@ from jaxfp8._quantized_tensor import QuantizedTensor, check_scale, validate_type
 from jaxfp8._typing import Array, Axes, DotDimensionNumbers, DType
 from jaxfp8.matmul._arrays import Arrays, Copy, HeldCopies
 from jaxfp8.matmul._call import Places
-from jaxfp8.matmul._given import Given, add_bias, check_bias, check_whole_axis
+from jaxfp8.matmul._given import Given, add_bias, check_bias, check_whole_axis, prepare
 from jaxfp8.matmul._options import (
     MatmulOptions,
     Options,
@@ -18,7 +18,6 @@ from jaxfp8.matmul._options import (
     check_operands,
     read_options,
 )
-from jaxfp8.matmul._prepare import prepare
 from jaxfp8.matmul._three_matmuls import three_matmuls
 from jaxfp8.matmul._tile_view import View, view_for, view_of_weight
 from jaxfp8.numerics._formats import VALUE_FORMATS, check_out_dtype
@@ -176,10 +175,7 @@ def check_result_dtype(preferred_element_type: DType | None) -> None:
 def _array_of(
     weight: Any, recipe: Recipe, numbers: DotDimensionNumbers
 ) -> tuple[Any, QuantizedWeight | None]:
-    """The right operand as an array, and the weight if it is a `QuantizedWeight`.
-
-    Raises ValueError if the weight was quantized for another recipe or for other axes.
-    """
+    """The right operand as an array, and the weight if it is a `QuantizedWeight`, checked."""
     if not isinstance(weight, QuantizedWeight):
         return weight, None
     if weight.recipe.uses("w") != recipe.uses("w"):

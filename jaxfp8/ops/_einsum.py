@@ -35,10 +35,7 @@ class _Equation(NamedTuple):
     rhs_kept: str = ""
 
     def matmul(self) -> tuple[DotDimensionNumbers, Axes]:
-        """Dimension numbers of the matmul of the kept axes, and the permutation to the output.
-
-        A matmul returns [batch, kept by lhs, kept by rhs]. The output may have another order.
-        """
+        """Dimension numbers of the matmul of the kept axes, and the permutation to the output."""
         x, w = self.lhs_kept, self.rhs_kept
         batch = [name for name in self.output if name in x and name in w]
         contracted = [name for name in x if name in w and name not in self.output]
@@ -214,10 +211,7 @@ def _alone(x: Any, names: str, kept: str, equation: str) -> Any:
 
 
 def _refuse_alone(parsed: _Equation, prologue: AbstractPrologue) -> None:
-    """Raise ValueError if `_alone` would change lhs.
-
-    The cast kernel computes the prologue, so there is no array to sum before the cast.
-    """
+    """Raise ValueError if `_alone` would change lhs, which the cast kernel computes."""
     names, kept = parsed.lhs, parsed.lhs_kept
     if names == kept:
         return

@@ -190,10 +190,7 @@ def _check_tiles(lhs: QuantizedTensor, rhs: QuantizedTensor, geometry: Geometry)
 
 
 class CastOptions(TypedDict, total=False):
-    """Options of `fp8.quantize` and `fp8.fake_quantize`; see there.
-
-    The functions take `**options: Unpack[CastOptions]`, so type checkers find a misspelt option.
-    """
+    """Options of `fp8.quantize` and `fp8.fake_quantize`; see there."""
 
     power_of_two: bool
     scale_format: Format | None
@@ -221,8 +218,7 @@ def _of_quantize(arrays: PyTree) -> Exception:
     )
 
 
-_constant = undifferentiable(_of_quantize)
-"""For the arrays of `fp8.quantize`, which has no gradient."""
+_constant = undifferentiable(_of_quantize)  # for the arrays of `fp8.quantize`
 
 
 @overload
@@ -386,11 +382,9 @@ def _checked(given: ArrayLike, granularity: AbstractGranularity, x_shape: tuple[
 
 
 def _concrete(given: ArrayLike) -> list[np.ndarray]:
-    """The values of an array that this process can read. The list is empty for a traced array.
-
-    NumPy reads the values. Inside `jax.jit` or `jax.checkpoint`, JAX traces its own operations even
-    on concrete arrays.
-    """
+    """The values of an array that this process can read; none of a traced array."""
+    # NumPy reads them. Inside `jax.jit` or `jax.checkpoint`, JAX traces its own operations even on
+    # concrete arrays.
     # An object that holds an array, such as an nnx Variable.
     if not isinstance(given, jax.Array) and hasattr(given, "__jax_array__"):
         given = given.__jax_array__()

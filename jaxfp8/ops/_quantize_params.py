@@ -122,10 +122,7 @@ def _quantize_weight(
 def requantize(
     weight: QuantizedWeight, w: Array, *, state: MatmulState | None = None, name: str = "w"
 ) -> QuantizedWeight:
-    """The weight with new values w [...] of any float dtype, cast as it was.
-
-    The weight may be one layer of a stack.
-    """
+    """The weight, or a layer of a stack, with new values w [...] of any float dtype."""
     return _quantize_weight(  # rounded first, as the layers would do
         w.astype(weight.dtype), weight.recipe, weight.axes, stacked=weight.stacked, state=state,
         primary=weight.original is None, name=name,

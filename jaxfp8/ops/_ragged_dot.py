@@ -9,7 +9,7 @@ import numpy as np
 from jaxfp8._typing import Array, ArrayLike, DType
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.matmul._arrays import Arrays, QuantizerArrays, Rows
-from jaxfp8.matmul._given import check_bias
+from jaxfp8.matmul._given import add_bias_of_rows, check_bias, prepare_groups
 from jaxfp8.matmul._options import (
     UnshardedOptions,
     as_array,
@@ -18,7 +18,6 @@ from jaxfp8.matmul._options import (
     check_operands,
     read_options,
 )
-from jaxfp8.matmul._prepare import add_bias_of_rows, prepare_groups
 from jaxfp8.matmul._three_matmuls import three_matmuls
 from jaxfp8.numerics._per_block import is_explicit
 from jaxfp8.recipes._recipe import Recipe
@@ -167,11 +166,7 @@ def _sharding(x: Array, w: Array, sizes: Array) -> jax.NamedSharding:
 
 
 def _check_group_sizes(x: Array, w: Array, given: ArrayLike) -> Array:
-    """The sizes of the groups as i32[E], if they fit rows x [T, K] and matrices w [E, K, N].
-
-    Values that can be read are checked exactly, in integers of any size. Those of wider dtypes are
-    limited to T before they become int32, so that no large size wraps around.
-    """
+    """The sizes of the groups as i32[E], if they fit rows x [T, K] and matrices w [E, K, N]."""
     _check_shapes(x, w)
     readable = _readable(given)
     if readable is not None and readable.shape == w.shape[:1]:
@@ -188,6 +183,7 @@ def _check_group_sizes(x: Array, w: Array, given: ArrayLike) -> Array:
             f"group_sizes has shape {list(sizes.shape)}, but rhs {list(w.shape)} has "
             f"{w.shape[0]} groups. Pass one size for each."
         )
+    # A size is limited to T before it becomes int32, so that no large one wraps around.
     wide = jnp.iinfo(sizes.dtype).max > jnp.iinfo(jnp.int32).max
     return (jnp.clip(sizes, 0, x.shape[0]) if wide else sizes).astype(jnp.int32)
 
