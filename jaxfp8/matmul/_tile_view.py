@@ -83,10 +83,6 @@ class _Merge:
         raise AssertionError(f"axis {axis} is none of {self.order}")
 
 
-def _unmerged(ndim: int) -> _Merge:
-    return _Merge(tuple(range(ndim)), (1,) * ndim)
-
-
 @dataclasses.dataclass(frozen=True)
 class View:
     """The operands and the result of a matmul as tiles need them. Without tiles nothing changes."""
@@ -167,8 +163,11 @@ def view_for(
     y_shape = y_place.shard_shape(geometry.fprop.out_shape(*shapes))
     y_axes, bias_axes = tuple(range(len(x.batch + x.kept + w.kept))), w.batch + w.kept
     if tile is None:
-        merges = (_unmerged(len(axes)) for axes in (x.order, w.order, bias_axes, y_axes))
-        return View(geometry, *merges, y_shape)
+        of_x, of_w, of_bias, of_y = (
+            _Merge(tuple(range(len(axes))), (1,) * len(axes))
+            for axes in (x.order, w.order, bias_axes, y_axes)
+        )
+        return View(geometry, of_x, of_w, of_bias, of_y, y_shape)
     # Contracted axes are in the order of lhs. Neighbours in lhs can then be merged without a
     # transpose of lhs.
     pairs = sorted(zip(x.contracted, w.contracted, strict=True))
