@@ -42,7 +42,7 @@ class _Merge:
 
     def __call__(self, x: Array) -> Array:
         x = x if self.order == tuple(range(x.ndim)) else jnp.transpose(x, self.order)
-        return merge_axes(x, self.counts)
+        return x if set(self.counts) <= {1} else merge_axes(x, self.counts)
 
     @property
     def first_axes(self) -> tuple[int | None, ...]:
@@ -105,7 +105,7 @@ class View:
 
     def _part(self, part: Array, x_shape: Axes) -> Array:
         """The view of an array of a prologue. Each axis has size 1, or its size in `x_shape`."""
-        if part.shape == x_shape:
+        if part.shape == x_shape or set(self.of_x.counts) <= {1}:
             return self.of_x(part)
         whole = jax.eval_shape(self.of_x, jax.ShapeDtypeStruct(x_shape, part.dtype)).shape
         view = self.of_x(part)
