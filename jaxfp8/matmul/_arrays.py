@@ -21,21 +21,12 @@ from jaxfp8.sharding._route import Route
 
 # The names of what a matmul saves for its backward pass, and the remat policies that save it.
 
-_RESIDUAL = "jaxfp8_residual"
-"""`checkpoint_name` of the FP8 copies of x: values and scales."""
-
+_RESIDUAL = "jaxfp8_residual"  # of the FP8 copies of x: values and scales
+# A second name of the FP8 copies of x, and of amaxes. It is the name in the remat policies of
+# MaxText, so that they save the residuals unchanged. A policy may list either name.
 _ALIAS = "quantization"
-"""A second name of the FP8 copies of x, and of amaxes.
-
-It is the name in the remat policies of MaxText, so that they save the residuals unchanged. A policy
-may list either name.
-"""
-
-_WEIGHT = "jaxfp8_weight"
-"""`checkpoint_name` of the FP8 copies of w. The weight itself is there in every pass."""
-
-_AMAX = "jaxfp8_amax"
-"""`checkpoint_name` of amaxes of tensors and rows. A second cast then reads its tensor once."""
+_WEIGHT = "jaxfp8_weight"  # of the FP8 copies of w; the weight itself is there in every pass
+_AMAX = "jaxfp8_amax"  # of amaxes of tensors and rows; a second cast then reads its tensor once
 
 
 def save_fp8_residuals(*, inputs: bool = True, weights: bool = False) -> Callable[..., Any]:
@@ -73,7 +64,6 @@ def save_fp8_residuals(*, inputs: bool = True, weights: bool = False) -> Callabl
 
 
 def _named_copy(x: Array, tensor: Tensor) -> Array:
-    """An array of an FP8 copy of x or w, under its names."""
     if tensor == "w":
         return checkpoint_name(x, _WEIGHT)
     # The outer name saves it, or the inner one saves what the outer one reads.
@@ -93,15 +83,14 @@ def name_amax(x: Array) -> Array:
 )
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """One copy of a tensor, and the matmuls that read it.
-
-    The state has a stored scale in every pass, so a copy does not carry it. A loop over layers
-    would save it as one more residual, with a kernel that writes it and one that reads it.
-    """
+    """One copy of a tensor, and the matmuls that read it."""
 
     operand: Operand  # its scale is None if it is a stored one
     readers: tuple[Matmul, ...]
-    row: int | None = None  # of the state, which has the scale; None if the copy has its scale
+    # The row of the state, which has the scale in every pass; None if the copy has its scale. A
+    # loop over layers would save the scale as one more residual, with a kernel that writes it and
+    # one that reads it.
+    row: int | None = None
 
     @classmethod
     def of(
@@ -111,7 +100,6 @@ class Copy:
         planned: PlannedCast,
         stored: KnownScale | None,
     ) -> "Copy":
-        """A copy that was made with this stored scale, or with another one."""
         if (
             stored is None
             or not isinstance(operand, QuantizedTensor)
@@ -217,8 +205,8 @@ class Arrays(NamedTuple):
 
     x: Array  # with a prologue, the array that it makes; the gradient flows to it
     w: Array  # with `held` nobody reads it, and only the gradient flows to it
-    bias: Array | None  # [batch axes, axes that w keeps]
-    parts: tuple[Array, ...] | None  # the arrays that the prologue makes x from
-    quantizers: QuantizerArrays
+    bias: Array | None = None  # [batch axes, axes that w keeps]
+    parts: tuple[Array, ...] | None = None  # the arrays that the prologue makes x from
+    quantizers: QuantizerArrays = QuantizerArrays()
     held: HeldCopies | None = None
     rows: Rows | None = None  # which rows of x belong to which matrix of w

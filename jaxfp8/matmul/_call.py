@@ -51,56 +51,24 @@ class AmaxAxes:
 _GLOBAL = AmaxAxes(None, typed=True, manual=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Variation:
-    """The manual mesh axes over which the operands of a call vary, by their types.
+class Varying(NamedTuple):
+    """The manual mesh axes over which the operands vary, by their types."""
 
-    Axes that an operand is gathered over do not count, because the matmul reads the whole operand.
-    """
-
-    x: frozenset[str]
-    w: frozenset[str]
-    g: frozenset[str]  # empty in the forward pass
-    summed: frozenset[str]  # over which the matmul sums its result, by `y_shard=`
-    named: frozenset[str] | None  # see `AmaxAxes`
-    batched: bool  # whether the matmul has batch axes
-
-    def contracted(self, matmul: Matmul, tensor: Tensor) -> frozenset[str]:
-        """The axes over which a matmul contracts a tensor across devices.
-
-        All devices that contract one row must use one scale for it. If an operand varies over an
-        axis and the result does not, the matmul contracts over that axis.
-
-        For fprop, types cannot decide. An axis over which x and w both vary may split the
-        contraction, pipeline stages or experts. Only the caller knows which, and `y_shard=` says
-        the first.
-        """
-        if matmul == "fprop":
-            named = frozenset() if self.named is None or self.batched else self.named
-            return self.x & self.w & (named | self.summed)
-        mine = {"x": self.x, "w": self.w, "g": self.g}[tensor]
-        return (mine | self.x) - self.w if matmul == "wgrad" else (mine | self.w) - self.x
-
-    @property
-    def apart(self) -> frozenset[str]:
-        """The axes of pipeline stages or experts, over which each device has its own amaxes."""
-        # x and w both vary over such an axis, and the caller did not name it.
-        return frozenset() if self.named is None else (self.x & self.w) - self.named - self.summed
+    x: frozenset[str] = frozenset()
+    w: frozenset[str] = frozenset()
+    g: frozenset[str] = frozenset()  # empty in the forward pass
 
 
-_NONE: frozenset[str] = frozenset()
-NO_VARIATION = Variation(_NONE, _NONE, _NONE, _NONE, None, batched=False)
-"""The variation of a call outside of `jax.shard_map`."""
+_NOWHERE = Varying()
+
+
+_NOWHERE = Varying()
 
 
 def amax_axes(
     recipe: Recipe, given: tuple[str, ...] | None, probed: tuple[str, ...] | None
 ) -> AmaxAxes:
-    """The axes of a call. `probed` is `reduce_axes=` of `fp8.value_and_grad`.
-
-    Raises FP8StateError if the axes are unknown, because an amax of one shard would be wrong. Also
-    if axes are named that per-row amaxes would ignore.
-    """
+    """The axes of a call. `probed` is `reduce_axes=` of `fp8.value_and_grad`."""
     if given is not None and not isinstance(given, tuple | list | frozenset | set):
         raise TypeError(
             f"reduce_axes={given!r} must be a tuple of mesh axis names; write ({given!r},)."
@@ -114,7 +82,7 @@ def amax_axes(
         return _GLOBAL
     typed = types_show_varying()
     if named is None:
-        if not typed and recipe.combines_amaxes:
+        if not typed and recipe.combines_amaxes:  # an amax of one shard would be wrong
             raise _unknown(recipe)
         return AmaxAxes(None, typed, manual=True)
     manual = frozenset(named) & set(manual_axes())
@@ -154,9 +122,12 @@ def _ignored(recipe: Recipe, named: tuple[str, ...]) -> FP8StateError:
 class Places(NamedTuple):
     """Where each tensor is in the mesh."""
 
-    x: Place
-    w: Place
-    g: Place
+    x: Place = Place()
+    w: Place = Place()
+    g: Place = Place()
+
+
+WHOLE = Places()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,19 +137,21 @@ class Call:
     recipe: Recipe
     geometry: TrainingGeometry
     out_dtype: DType
-    precision: Any
-    fast_accumulation: bool  # of fprop only
-    out_sharding: Any
+    precision: Any = None
+    fast_accumulation: bool = False  # of fprop only
+    out_sharding: Any = None
     collected: bool  # amaxes go to the state's probe
-    in_gradient_channel: bool  # the cotangent of the state is the next state
+    in_gradient_channel: bool = False  # the cotangent of the state is the next state
     settled: bool  # no stored scale is unset
     amax_axes: AmaxAxes
     places: Places
-    kernels: Kernels
-    backends: Backends  # of each cast and matmul, as `kernels` chooses them
-    prologue: AbstractPrologue | None  # makes x from other arrays, inside the cast kernel
-    save_original: tuple[Tensor, ...]  # the tensors that are residuals in high precision
-    watched: str | None  # the name under which casts report statistics; None if they do not
+    kernels: Kernels = dataclasses.field(default_factory=Kernels)
+    # Of each cast and matmul, as `kernels` chooses them.
+    backends: Backends = dataclasses.field(default_factory=Backends)
+    prologue: AbstractPrologue | None = None  # makes x from other arrays, inside the cast kernel
+    save_original: tuple[Tensor, ...] = ()  # the tensors that are residuals in high precision
+    watched: str | None = None  # the name under which casts report statistics, if they do
+    varying: Varying = _NOWHERE  # in this pass, without the axes that operands are gathered over
 
     @property
     def by_xla(self) -> frozenset[Matmul]:
@@ -186,6 +159,27 @@ class Call:
         if self.kernels.timings is not None:
             return frozenset()
         return frozenset(name for name in OPERANDS if getattr(self.backends, name)[0] == "xla")
+
+    def contracted(self, matmul: Matmul, tensor: Tensor) -> frozenset[str]:
+        """The axes over which devices that contract one row must use one scale for it."""
+        x, w, _ = self.varying
+        if matmul == "fprop":
+            # Types cannot decide here: an axis over which x and w both vary may split the
+            # contraction, pipeline stages or experts. The caller names it, or `y_shard=` sums it.
+            named = self.amax_axes.named
+            if named is None or self.geometry.fprop.lhs.batch:
+                named = frozenset()
+            return x & w & (named | self.places.g.manual_axes)
+        # If an operand varies over an axis and the result does not, the axis is contracted.
+        mine: frozenset[str] = getattr(self.varying, tensor)
+        return (mine | x) - w if matmul == "wgrad" else (mine | w) - x
+
+    @property
+    def apart(self) -> frozenset[str]:
+        """The axes of pipeline stages or experts, over which each device has its own amaxes."""
+        named, (x, w, _) = self.amax_axes.named, self.varying
+        # x and w both vary over such an axis, and the caller did not name it.
+        return frozenset() if named is None else (x & w) - named - self.places.g.manual_axes
 
     def multiply(
         self, matmul: Matmul, lhs: Operand, rhs: Operand, out_dtype: DType, out_sharding: Any
@@ -241,17 +235,13 @@ class Call:
         )
 
     def _wide(self, lhs: Array, rhs: Array) -> tuple[Array, Array]:
-        """Both operands in one dtype.
-
-        g has the dtype of y. `preferred_element_type` can make it differ from that of x. With
-        strict promotion JAX would raise an error here, where no caller can write a cast.
-        """
+        # g has the dtype of y, which `preferred_element_type` can make differ from that of x. With
+        # strict promotion JAX would raise an error here, where no caller can write a cast.
         with jax.numpy_dtype_promotion("standard"):
             dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         return lhs.astype(dtype), rhs.astype(dtype)
 
     def _written_transposed(self, matmul: Matmul) -> tuple[bool, bool]:
-        """See `MatmulCall`."""
         lhs, rhs = (getattr(self.backends, tensor)[0] for tensor in OPERANDS[matmul])
         return CASTS[lhs].writes_transposed, CASTS[rhs].writes_transposed
 

@@ -1,4 +1,4 @@
-"""What a matmul was given: its operands and its bias, checked. And what flax gives to a plug."""
+"""What a matmul was given, checked, and the `Call` made of it. What flax gives to a plug."""
 
 import dataclasses
 import functools
@@ -12,14 +12,21 @@ from jax import lax
 
 from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Array, ArrayLike, Axes, DType
-from jaxfp8.matmul._call import Places
-from jaxfp8.matmul._options import (
-    Options,
-    check_float,
-)
-from jaxfp8.numerics._formats import FLOAT_DTYPES, check_out_dtype, product_dtype
+from jaxfp8.kernels.grouped_matmul._groups import group_ends
+from jaxfp8.matmul._arrays import Arrays, QuantizerArrays
+from jaxfp8.matmul._call import WHOLE, Call, Places, amax_axes
+from jaxfp8.matmul._options import Options, check_float, fp8_precision
+from jaxfp8.matmul._stats import name_of_call
+from jaxfp8.numerics._formats import FLOAT_DTYPES, check_out_dtype, product_dtype, sum_dtype
+from jaxfp8.plan._backends import Backends, grouped_backends, tile_rows
+from jaxfp8.plan._kernels import check_kernels
+from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._place import Place
 from jaxfp8.sharding._specs import mesh_axes
+from jaxfp8.state._gradient_channel import in_gradient_channel
+from jaxfp8.state._identity import known_scales, match_state
+from jaxfp8.state._state import MatmulState
+from jaxfp8.state._value_and_grad import recipe_in_context
 
 # The operands of a matmul, checked: the arrays, their places in the mesh, and their axes.
 
@@ -28,54 +35,39 @@ from jaxfp8.sharding._specs import mesh_axes
 class Given:
     """The operands of one call."""
 
-    x: Array  # with a prologue, the array that it makes
-    w: Array
-    parts: tuple[Array, ...] | None  # the arrays that the prologue makes x from
-    bias: Array | None  # [batch axes, axes that w keeps]
+    arrays: Arrays
     places: Places
     shapes: tuple[Axes, Axes]  # of x and w before a mesh splits them
     geometry: TrainingGeometry
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """The size (M, K, N) of the matmul [M, K] @ [K, N]. Batch axes count as rows.
+        """The size (M, K, N) of [M, K] @ [K, N] on one device. Batch axes count as rows.
 
-        Inside `jax.shard_map` and in Explicit meshes it is the size on one device. In an Auto mesh
-        types do not say how an array is split, so it is the size on all devices together.
+        In an Auto mesh it is the size on all devices: types do not say how an array is split.
         """
         lhs, rhs = self.geometry.fprop.sides
         x, w = (
             tuple(size // parts for size, parts in zip(shape, _shard_counts(array), strict=True))
-            for shape, array in zip(self.shapes, (self.x, self.w), strict=True)
+            for shape, array in zip(self.shapes, self.arrays[:2], strict=True)
         )
         batch, m, _ = lhs.matrix_shape(x)
         # If only one operand is split along K, it is resharded before the matmul.
         k = max(lhs.matrix_shape(x)[2], rhs.matrix_shape(w)[2])
         return batch * m, k, rhs.matrix_shape(w)[1]
 
-    def high_precision(
-        self, precision: Any, preferred_element_type: DType | None, out_sharding: Any
-    ) -> Array:
+    def high_precision(self, how: Options) -> Array:
         """`jax.lax.dot_general` of the whole operands, in high precision."""
         y = lax.dot_general(
-            self.places.x.gather(self.x), self.places.w.gather(self.w),
-            self.geometry.fprop.dimension_numbers, precision, preferred_element_type,
-            out_sharding=out_sharding,
+            self.places.x.gather(self.arrays.x), self.places.w.gather(self.arrays.w),
+            self.geometry.fprop.dimension_numbers, how.precision, how.preferred_element_type,
+            out_sharding=how.out_sharding,
         )  # fmt: skip
         return self.places.g.scatter(y)
 
-    def out_dtype(self, preferred_element_type: DType | None) -> DType:
-        """The dtype of the result."""
-        if preferred_element_type is None:
-            preferred_element_type = product_dtype(self.x.dtype, self.w.dtype)
-        return check_out_dtype(preferred_element_type)
-
 
 def _shard_counts(x: jax.Array) -> tuple[int, ...]:
-    """The number of shards along each axis of an array, by its type.
-
-    Types say this in Explicit meshes only. On other meshes all numbers are 1.
-    """
+    """The number of shards along each axis of an array in an Explicit mesh; 1 elsewhere."""
     sharding = jax.typeof(x).sharding
     if sharding.mesh.empty:
         return (1,) * x.ndim
@@ -86,10 +78,7 @@ def _shard_counts(x: jax.Array) -> tuple[int, ...]:
 
 
 def check_whole_axis(x: Array, x_place: Place, how: Options) -> None:
-    """Raise ValueError if a prologue needs a whole axis that is split over devices.
-
-    `x` has the shape of the array that the prologue makes.
-    """
+    """Raise ValueError if a prologue needs a whole axis of x that is split over devices."""
     if how.prologue is None or how.x_shard is None or not x_place.manual_axes:
         return
     axis = how.x_shard.axis % x.ndim - x.ndim
@@ -100,6 +89,74 @@ def check_whole_axis(x: Array, x_place: Place, how: Options) -> None:
         )
 
 
+# The call of a matmul, and the arrays of its quantizers.
+#
+# Letters: T rows, E groups; K N the axes of a matrix.
+
+_OF_ONE_GROUP = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)
+
+
+def prepare(
+    how: Options, recipe: Recipe, state: MatmulState | tuple[()] | None,
+    dtypes: tuple[DType, DType], geometry: TrainingGeometry, backends: Backends, *,
+    places: Places = WHOLE, out_sharding: Any = None, groups: int | None = None,
+) -> tuple[Call, QuantizerArrays]:  # fmt: skip
+    """The call of operands with these dtypes. `groups` says how many a grouped matmul has."""
+    if how.state_channel == "gradient" and isinstance(state, MatmulState):
+        state = in_gradient_channel(state, reduce_axes=how.reduce_axes)
+    own = match_state(state, recipe, stacked=groups)
+    probe = None if own is None else own.probe
+    out_dtype = how.preferred_element_type
+    call = Call(
+        recipe=recipe,
+        geometry=geometry,
+        out_dtype=check_out_dtype(product_dtype(*dtypes) if out_dtype is None else out_dtype),
+        precision=how.precision,
+        fast_accumulation=fp8_precision(how.precision),
+        out_sharding=out_sharding,
+        collected=own is not None and not own.frozen,
+        in_gradient_channel=probe is not None and probe.channel == "gradient",
+        settled=own is not None and own.settled,
+        amax_axes=amax_axes(recipe, how.reduce_axes, probe.reduce_axes if probe else None),
+        places=places,
+        kernels=check_kernels(how.kernels),
+        backends=backends,
+        prologue=how.prologue,
+        save_original=how.save_original or (),
+        watched=name_of_call(how.name),
+    )
+    quantizers = QuantizerArrays(
+        known=(probe.known if probe else known_scales(own)) if own else None,
+        ledger=probe.ledger if probe else None,
+        key=how.key if recipe.needs_key else None,
+    )
+    return call, quantizers
+
+
+def prepare_groups(
+    how: Options, recipe: Recipe, state: MatmulState | tuple[()] | None, x: Array, w: Array, *,
+    tokens: int,
+) -> tuple[Call, QuantizerArrays, int]:  # fmt: skip
+    """The same for x [..., K] and w [E, K, N], and P, how many rows a tile of rows has.
+
+    x are rows, or the tokens that become rows. `tokens` says how many rows all groups have
+    together, or about as many.
+    """
+    recipe, state = recipe_in_context(recipe, state)
+    kernels, (experts, k, n) = check_kernels(how.kernels), w.shape
+    backends = grouped_backends(
+        kernels.chip, kernels.casts, kernels.matmuls, recipe, (tokens, k, n), experts
+    )
+    call, quantizers = prepare(
+        how, recipe, state, (x.dtype, w.dtype), _OF_ONE_GROUP, backends, groups=experts
+    )
+    if call.amax_axes.named is None:
+        # Without names, an axis over which x and w both vary splits experts: see `Call.apart`.
+        axes = dataclasses.replace(call.amax_axes, named=frozenset())
+        call = dataclasses.replace(call, amax_axes=axes)
+    return call, quantizers, tile_rows(tokens, experts, recipe.whole_tiles, backends)
+
+
 # The bias of a matmul.
 #
 # The result is [B, M, N]. B are the batch axes, M the axes that lhs keeps, and N the axes that rhs
@@ -107,8 +164,10 @@ def check_whole_axis(x: Array, x_place: Place, how: Options) -> None:
 # includes the bias (`_three_matmuls.py`).
 
 
-def check_bias(bias: ArrayLike, shape: Axes) -> Array:
-    """The bias as an array of `shape`, [B, N]."""
+def check_bias(bias: ArrayLike | None, shape: Axes) -> Array | None:
+    """The bias as an array of `shape`, [B, N]; None if there is none."""
+    if bias is None:
+        return None
     bias = check_float("bias", bias)
     if bias.shape != shape:
         raise ValueError(
@@ -132,14 +191,22 @@ def add_bias(product: Array, bias: Array | None, geometry: TrainingGeometry) -> 
     return product + jnp.expand_dims(bias, summed)
 
 
+def add_bias_of_rows(y: Array, bias: Array | None, sizes: Array) -> Array:
+    """y [T, N] plus for each row the bias of its group, of [E, N]; 0 for rows of the tail."""
+    if bias is None:
+        return y
+    ends = group_ends(sizes, y.shape[0])
+    group = jnp.sum(ends[None] <= jnp.arange(y.shape[0])[:, None], axis=1, dtype=jnp.int32)
+    # Rows are taken in float32, so that the gradient is summed in float32.
+    wide = bias.astype(sum_dtype(bias.dtype))
+    return y + wide.at[group].get(mode="fill", fill_value=0.0).astype(y.dtype)
+
+
 def bias_fits(
     bias: Array, lhs: Array, rhs: Array, preferred_element_type: DType | None = None
 ) -> bool:
-    """Whether `dot` can add the bias of a layer: lhs [..., K] times rhs [K, N].
-
-    If not, flax adds the bias after the matmul. flax then broadcasts the bias, and promotes the
-    sum. `dot` does neither, and takes no complex bias.
-    """
+    """Whether `dot` can add the bias of a layer. If not, flax adds it after the matmul."""
+    # flax then broadcasts the bias, and promotes the sum. `dot` does neither.
     product = preferred_element_type or product_dtype(lhs.dtype, rhs.dtype)
     return (
         bias.shape == rhs.shape[-1:] and bias.dtype == product and bias.dtype.name in FLOAT_DTYPES
@@ -156,11 +223,9 @@ R = TypeVar("R")
 
 
 def refuse_class(plug: type, arguments: tuple[Any, ...], cure: str) -> None:
-    """Raise TypeError if a plug is constructed with the operands of a matmul.
-
-    flax calls the plug as a function. If flax was given a class, the call constructs it, and the
-    operands become its fields.
-    """
+    """Raise TypeError if a plug is constructed with the operands of a matmul."""
+    # flax calls the plug as a function. If flax was given a class, the call constructs it, and the
+    # operands become its fields.
     called_as_matmul = len(arguments) > 2 and (
         isinstance(arguments[0], str) or isinstance(arguments[2], tuple)
     )
@@ -174,10 +239,9 @@ def refuse_class(plug: type, arguments: tuple[Any, ...], cure: str) -> None:
 def needs_operands(
     cure: str, *, equation: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator for `__call__` of a plug.
+    """A decorator for `__call__` of a plug: TypeError if flax calls it as another kind of plug.
 
-    The method raises TypeError if flax calls it as it calls another kind of plug. `equation` says
-    whether its first argument is the equation of an einsum.
+    `equation` says whether its first argument is the equation of an einsum.
     """
 
     def decorated(call: Callable[P, R]) -> Callable[P, R]:

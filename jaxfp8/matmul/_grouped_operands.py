@@ -22,8 +22,8 @@ from jaxfp8._typing import Array, Matmul, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.matmul._arrays import Copy, QuantizerArrays, Rows, name_residuals
-from jaxfp8.matmul._call import Call, Variation
-from jaxfp8.matmul._operands import Quantized, Seen, rounding_key
+from jaxfp8.matmul._call import Call
+from jaxfp8.matmul._operands import Quantized, Seen, by_reader, rounding_key
 from jaxfp8.matmul._stats import CastStats, cast_stats
 from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._granularity import AbstractGranularity, PerAxis, PerTensor
@@ -42,16 +42,11 @@ def _quantize_groups(
     tensor: Tensor,
     value: Array,
     arrays: QuantizerArrays,
-    variation: Variation,
     *,
     only: Matmul | None = None,
 ) -> Quantized:
-    """A tensor, cast once for the matmuls that read the same copy of it; see `quantize_operand`.
-
-    `value` are rows [T, K] of x or g, or matrices [E, K, N]. The geometry of the call is that of
-    one group.
-    """
-    stack = _Stack(groups, call, tensor, value, variation)
+    """As `quantize_operand`, of rows [T, K] of x or g, or of matrices [E, K, N]."""
+    stack = _Stack(groups, call, tensor, value)
     copies: list[Copy] = []
     largest = None
     for planned in plan_casts(
@@ -67,16 +62,8 @@ def _quantize_groups(
         largest = extras.largest if largest is None else largest
     watched = stack.watched(copies) if call.watched is not None else ()
     seen = stack.seen(arrays.ledger, stack.values if largest is None else largest)
-    saved = copies
-    if tensor != "g":
-        copies, saved = name_residuals(copies, tensor)
-    return Quantized(
-        now={matmul: copy.operand for copy in copies for matmul in copy.readers},
-        saved={matmul: copy for copy in saved for matmul in copy.readers},
-        seen=seen,
-        column_sums=None,
-        watched=watched,
-    )
+    now, saved = by_reader(copies, tensor)
+    return Quantized(now, saved, seen, watched=watched)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +74,6 @@ class _Stack:
     call: Call
     tensor: Tensor
     value: Array
-    variation: Variation
 
     @functools.cached_property
     def values(self) -> Array:
@@ -95,16 +81,16 @@ class _Stack:
 
     @property
     def source(self) -> Source:
-        """The stack. Kernels read the rows of tiles where they are."""
         if self.tensor == "w":
             return self.values
+        # Kernels read the rows of tiles where they are.
         groups = self.groups
         return Gathered(self.values, self.value, groups.first_row, groups.live_rows)
 
     def cast(
         self, planned: PlannedCast, arrays: QuantizerArrays
     ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-        """The copies by one quantizer. Every array has the axis of the stack in front."""
+        """The copies by one quantizer, with the axis of the stack in front."""
         quantizer, settled = planned.quantizer, self.call.settled
         assert planned.cast is not None
         cast = dataclasses.replace(planned.cast, separate=self.tensor == "w")
@@ -162,16 +148,13 @@ class _Stack:
     def over_mesh(
         self, granularity: AbstractGranularity, found: Array, known: KnownScale | None
     ) -> Array:
-        """The maximum over the mesh axes over which the values of one scale span devices.
-
-        Devices that have states of their own have amaxes of their own.
-        """
+        """The maximum over the mesh axes over which the values of one scale span devices."""
         axes = self.call.amax_axes
         if not axes.manual:
             return found
         if granularity.in_one:
-            apart = self.variation.apart
-            if known is not None:
+            apart = self.call.apart
+            if known is not None:  # devices that have states of their own have their own amaxes
                 apart |= varying_axes(known.scale)
             return pmax(found, (varying_axes(found) - apart) | axes.untyped)
         readers: list[Matmul] = [
@@ -180,7 +163,7 @@ class _Stack:
             if quantizer.granularity.in_rows
             and self._granularity(matmul, quantizer.granularity) == granularity
         ]
-        contracted = [self.variation.contracted(each, self.tensor) for each in readers[:1]]
+        contracted = [self.call.contracted(each, self.tensor) for each in readers[:1]]
         return pmax(found, frozenset().union(*contracted) & varying_axes(found))
 
     def _granularity(self, matmul: Matmul, granularity: AbstractGranularity) -> AbstractGranularity:
@@ -222,23 +205,17 @@ class _Stack:
     def watched(self, copies: list[Copy]) -> tuple[CastStats, ...]:
         """The statistics of each FP8 copy. Rows of no group count as zeros."""
         return tuple(
-            self._stats(copy.operand, copy.readers)
+            _stats_of_stack(self.values, copy.operand, self.tensor, copy.readers, self.value.size)
             for copy in copies
             if isinstance(copy.operand, QuantizedTensor)
         )
 
-    def _stats(self, operand: QuantizedTensor, readers: tuple[Matmul, ...]) -> CastStats:
-        each = jax.vmap(lambda x, copy: cast_stats(x, copy, self.tensor, readers))(
-            self.values, operand
-        )
-        return _join_stats(each, self.value.size)
 
-
-def _join_stats(each: CastStats, values: int) -> CastStats:
-    """The statistics of a stack, from those of its arrays, [n].
-
-    `values` says how many values the stack has, without padding.
-    """
+def _stats_of_stack(
+    stack: Array, copies: QuantizedTensor, tensor: Tensor, readers: tuple[Matmul, ...], values: int
+) -> CastStats:
+    """The statistics of copies of n arrays, of `values` values together without padding."""
+    each = jax.vmap(lambda x, copy: cast_stats(x, copy, tensor, readers))(stack, copies)
     joined: dict[str, Any] = {
         "amax": jnp.max(each.amax, initial=0.0),
         "scale_min": jnp.min(each.scale_min, initial=jnp.inf),
@@ -272,22 +249,18 @@ def quantize_rows(
     tensor: Tensor,
     value: Array,
     arrays: QuantizerArrays,
-    variation: Variation,
     *,
     only: Matmul | None = None,
 ) -> Quantized:
-    """A tensor of a grouped matmul, cast once, and sent if it has to be; see `_quantize_groups`.
-
-    `value` are matrices [E, K, N], rows [S, K], or tokens [T, K] that become rows.
-    """
+    """As `_quantize_groups`; tokens [T, K] of a tensor that is sent become rows [S, K]."""
     groups, route = rows.groups, rows.route
     if route is None or rows.routed != tensor:
-        return _quantize_groups(groups, call, tensor, value, arrays, variation, only=only)
+        return _quantize_groups(groups, call, tensor, value, arrays, only=only)
     first = FIRST_READER[tensor]
     (planned,) = plan_casts(
         call.recipe, call.geometry, tensor, getattr(call.backends, tensor), only=first
     )
-    sender = _Sender(route, _Stack(groups, call, tensor, value, variation), planned, arrays)
+    sender = _Sender(route, _Stack(groups, call, tensor, value), planned, arrays)
     packed = sender.packed()
     saved = copies = [Copy(_each(route.exchanged, packed), (first, "wgrad"))]
     if tensor == "x":
@@ -295,12 +268,11 @@ def quantize_rows(
     received = copies[0].operand
     now = {first: _tiled(route, groups, received)}
     if tensor == "g":
-        now["wgrad"] = wgrad_operand(rows, call, tensor, received, arrays, variation)
+        now["wgrad"] = wgrad_operand(rows, call, tensor, received, arrays)
     return Quantized(
         now=now,
         saved={"wgrad": saved[0]},
-        seen=sender.seen(),
-        column_sums=None,
+        seen=sender.stack.seen_of_groups(arrays.ledger, sender.found),
         watched=sender.watched(packed),
     )
 
@@ -311,28 +283,24 @@ def wgrad_operand(
     tensor: Tensor,
     received: Operand,
     arrays: QuantizerArrays,
-    variation: Variation,
     *,
     after: Array | None = None,
 ) -> Operand:
-    """The copy [R, P, K] that wgrad reads, of the slots [S, K] that arrived.
-
-    If one scale holds for an expert, wgrad reads the same copy. Otherwise slots become bfloat16 for
-    a second cast, which waits for the array `after`.
-    """
+    """The copy [R, P, K] that wgrad reads, of the slots [S, K] that arrived."""
     groups, route = rows.groups, rows.route
     assert route is not None
     if isinstance(received, QuantizedTensor):
         if received.granularity.in_one:
             return _tiled(route, groups, received)
-        # Without the barrier XLA would do this earlier, fused with work of another matmul, and keep
-        # the rows in bfloat16 until then.
+        # Slots become bfloat16 for a second cast, which waits for the array `after`. Without the
+        # barrier XLA would do this earlier, fused with work of another matmul, and keep the rows in
+        # bfloat16 until then.
         if after is not None:
             both: tuple[QuantizedTensor, Array] = lax.optimization_barrier((received, after))
             received = both[0]
         received = received.dequantize(jnp.bfloat16)
     value, unseen = route.in_order(received), arrays._replace(ledger=None)
-    cast = _quantize_groups(groups, call, tensor, value, unseen, variation, only="wgrad")
+    cast = _quantize_groups(groups, call, tensor, value, unseen, only="wgrad")
     return cast.now["wgrad"]
 
 
@@ -378,8 +346,9 @@ class _Sender:
         assert cast is not None
         # A kernel for one row at a time would be launched for each slot. XLA fuses the gather.
         cast = dataclasses.replace(cast, backends=("xla",))
-        known = self._known
-        found = self._of_slots(self._amax(known))
+        row = self.planned.row
+        known = None if row is None else self.stack.known(self.arrays.known, row)
+        found = self._of_slots(self.stack.joined(PerTensor(), self.found(), known))
         if known is not None:
             known = KnownScale(*map(self._of_slots, known))
         keys = None if key is None else jax.random.split(key, self.route.rows)
@@ -392,19 +361,13 @@ class _Sender:
 
         return jax.vmap(one)(self.route.packed(self.stack.value), found, known, keys)
 
-    @property
-    def _known(self) -> KnownScale | None:
-        """The stored scale for each expert of this device, with its multiplier."""
-        row = self.planned.row
-        return None if row is None else self.stack.known(self.arrays.known, row)
-
     def _of_slots(self, of_experts: Array) -> Array:
-        """The entry of each slot's expert, [S], of entries of the experts of this device."""
+        """For each slot [S] the entry of its expert."""
         if self.route.axis is not None:
             of_experts = lax.all_gather(of_experts, self.route.axis, tiled=True)
         return of_experts.at[self.route.expert].get(mode="fill", fill_value=1)
 
-    def _found(self) -> Array:
+    def found(self) -> Array:
         """The amax of all rows of each expert of this device, on any device of the axis."""
         route = self.route
         of_tokens = jnp.squeeze(amax(self.stack.value, PerAxis(0)), axis=1)
@@ -418,13 +381,6 @@ class _Sender:
         found = lax.pmax(found, route.axis)
         return lax.dynamic_slice_in_dim(found, lax.axis_index(route.axis) * here, here)
 
-    def _amax(self, known: KnownScale | None) -> Array:
-        return self.stack.joined(PerTensor(), self._found(), known)
-
-    def seen(self) -> dict[tuple[Tensor, int], Array]:
-        """The amax for each row of state of the tensor; see `_Stack.seen_of_groups`."""
-        return self.stack.seen_of_groups(self.arrays.ledger, self._found)
-
     def watched(self, packed: Operand) -> tuple[CastStats, ...]:
         """The statistics of the cast. An empty slot counts as zeros."""
         if self.stack.call.watched is None or not isinstance(packed, QuantizedTensor):
@@ -434,8 +390,7 @@ class _Sender:
         value = self.route.packed(self.stack.value)
         if not packed.granularity.in_one:
             return (cast_stats(value, packed, tensor, readers),)
-        each = jax.vmap(lambda x, copy: cast_stats(x, copy, tensor, readers))(value, packed)
-        return (_join_stats(each, value.size),)
+        return (_stats_of_stack(value, packed, tensor, readers, value.size),)
 
 
 def _tiled(route: Route, groups: Groups, received: Operand) -> Operand:

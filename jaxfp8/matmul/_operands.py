@@ -3,8 +3,7 @@
 This module also reduces amaxes across devices, and makes the keys of stochastic rounding.
 """
 
-import dataclasses
-import functools
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -14,7 +13,7 @@ from jaxfp8._quantized_tensor import CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, FP8StateError, Matmul, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.matmul._arrays import Copy, KnownAmaxes, QuantizerArrays, name_amax, name_residuals
-from jaxfp8.matmul._call import Call, Variation
+from jaxfp8.matmul._call import Call
 from jaxfp8.matmul._stats import CastStats, cast_stats
 from jaxfp8.numerics._amax import amaxes
 from jaxfp8.numerics._granularity import AbstractGranularity
@@ -31,15 +30,7 @@ _INDEX: dict[Tensor, int] = {"x": 0, "w": 1, "g": 2}
 
 
 def rounding_key(key: Array | None, call: Call, tensor: Tensor, value: Array) -> Array:
-    """The key for one tensor of one call.
-
-    In Auto and Explicit meshes arrays are global. Random bits are global too, so they do not depend
-    on the mesh.
-
-    Inside `jax.shard_map` a device does not know the position of its shard in the array. There the
-    index of the device, over the mesh axes that the tensor varies over, is folded into the key. So
-    each shard gets its own bits, and replicas get the same bits.
-    """
+    """The key for one tensor of one call."""
     if key is None:
         raise ValueError(
             f"key=None, but recipe {call.recipe.name!r} rounds {tensor} stochastically. That "
@@ -51,7 +42,9 @@ def rounding_key(key: Array | None, call: Call, tensor: Tensor, value: Array) ->
     # Each tensor folds in its own index, so x, w and g of one call do not share random bits.
     key = jax.random.fold_in(key, _INDEX[tensor])
     if not call.amax_axes.manual:
-        return key
+        return key  # arrays are global, and so are random bits: they do not depend on the mesh
+    # A device does not know the position of its shard in the array. So its index over the mesh axes
+    # that the tensor varies over is folded in: shards get their own bits, replicas the same ones.
     if not call.amax_axes.typed:
         raise ValueError(
             f"recipe {call.recipe.name!r} rounds {tensor} stochastically inside "
@@ -66,11 +59,8 @@ def rounding_key(key: Array | None, call: Call, tensor: Tensor, value: Array) ->
 
 # The casts of one tensor: its scales, its copies, its amaxes.
 
+# The amax for each row of state that belongs to a tensor: {(tensor, index of the row): f32[]}.
 Seen: TypeAlias = dict[tuple[Tensor, int], Array]
-"""The amax for each row of state that belongs to a tensor: {(tensor, index of the row): f32[]}."""
-
-
-_NOTHING = CastExtras()
 
 
 class Quantized(NamedTuple):
@@ -79,7 +69,7 @@ class Quantized(NamedTuple):
     now: dict[Matmul, Operand]  # for the matmuls of this pass
     saved: dict[Matmul, Copy]  # the same copies as residuals, for those of the backward pass
     seen: Seen
-    column_sums: Array | None
+    column_sums: Array | None = None
     watched: tuple[CastStats, ...] = ()  # the statistics of each copy, if casts are watched
     amaxes: KnownAmaxes = KnownAmaxes()  # those that the quantizers asked for
 
@@ -89,18 +79,14 @@ def quantize_operand(
     tensor: Tensor,
     source: Source,
     arrays: QuantizerArrays,
-    variation: Variation,
     *,
     column_sums: bool = False,
     only: Matmul | None = None,
 ) -> Quantized:
-    """A tensor, cast once for the matmuls that read the same copy of it.
-
-    `only` names the only matmul of this pass that reads the tensor; None for all.
-    """
+    """A tensor, cast once for the matmuls of this pass that read the same copy, or `only` one."""
     value, place = value_of(source), getattr(call.places, tensor)
     copies: list[Copy] = []
-    extras = _NOTHING
+    extras = CastExtras()
     found = dict(zip(arrays.amaxes.keys, arrays.amaxes.amaxes, strict=True))
     backends = getattr(call.backends, tensor)
     # Both copies of g are gathered in one pass, those of x and w in different passes.
@@ -112,44 +98,49 @@ def quantize_operand(
             copies += [Copy(value, readers) for readers in planned.readers]
             continue
         stored = None if planned.row is None else _stored(call, tensor, planned.row, arrays)
-        amaxes = _Amaxes(call, tensor, value, place, variation, stored, planned.row, found)
         key = None
         if planned.cast.rounding == "stochastic":
             key = rounding_key(arrays.key, call, tensor, value)
-        inputs = amaxes.inputs(planned)
+        find = _amax_of(call, tensor, value, planned, stored, found)
+        multiplier, scale = stored or (None, None)
+        inputs = ScaleInputs(find, scale, call.settled, multiplier)
         made, more = planned.quantizer.quantize(source, planned.cast, inputs, key=key)
         for operand, readers in zip(made, planned.readers, strict=True):
             copies.append(Copy.of(operand, readers, planned, stored))
-        extras = more if extras is _NOTHING else extras.or_else(more)
-    watched = _watched(tensor, value, copies, arrays) if call.watched is not None else ()
+        extras = extras.or_else(more)
+    watched: tuple[CastStats, ...] = ()
+    if call.watched is not None:
+        whole = [(copy.whole(arrays.known), copy.readers) for copy in copies]
+        watched = tuple(
+            cast_stats(value, each, tensor, readers)
+            for each, readers in whole
+            if isinstance(each, QuantizedTensor)
+        )
     # `largest` has the amax of `value`, and comes from the cast kernel: no second read of `value`.
     seen = _seen(call, tensor, value if extras.largest is None else extras.largest, arrays.ledger)
     if seen and call.settled:
         # The barrier keeps cast and amax in one kernel. Without it, XLA moves the transpose that
         # cuBLASLt needs on Hopper through the cast. The amax then reads the tensor a second time.
         copies = lax.optimization_barrier(copies)
+    now, saved = by_reader(copies, tensor, arrays.known)
+    known = KnownAmaxes(tuple(found), tuple(found.values()))
+    return Quantized(now, saved, seen, extras.column_sums, watched, known)
+
+
+def by_reader(
+    copies: list[Copy], tensor: Tensor, known: Array | None = None
+) -> tuple[dict[Matmul, Operand], dict[Matmul, Copy]]:
+    """For each matmul its operand, and the same copy as a residual. `known`: see `Copy.whole`."""
     saved = copies
     if tensor != "g":
         # The copies are named before any matmul reads them. A rematerialized fprop then starts
         # from a saved copy, if it reads the same one as the backward pass.
         copies, saved = name_residuals(copies, tensor)
     # One operand for all readers of a copy: `_gathered_once` compares identities.
-    whole = [(copy.whole(arrays.known), copy.readers) for copy in copies]
-    now = {matmul: operand for operand, readers in whole for matmul in readers}
-    residuals = {matmul: copy for copy in saved for matmul in copy.readers}
-    known = KnownAmaxes(tuple(found), tuple(found.values()))
-    return Quantized(now, residuals, seen, extras.column_sums, watched, known)
-
-
-def _watched(
-    tensor: Tensor, value: Array, copies: list[Copy], arrays: QuantizerArrays
-) -> tuple[CastStats, ...]:
-    """The statistics of each FP8 copy of a tensor."""
-    whole = [(copy.whole(arrays.known), copy.readers) for copy in copies]
-    return tuple(
-        cast_stats(value, each, tensor, readers)
-        for each, readers in whole
-        if isinstance(each, QuantizedTensor)
+    whole = [(copy.whole(known), copy.readers) for copy in copies]
+    return (
+        {matmul: operand for operand, readers in whole for matmul in readers},
+        {matmul: copy for copy in saved for matmul in copy.readers},
     )
 
 
@@ -168,82 +159,60 @@ def _stored(call: Call, tensor: Tensor, row: int, arrays: QuantizerArrays) -> Kn
     return known
 
 
-@dataclasses.dataclass(frozen=True)
-class _Amaxes:
-    """The amaxes of one tensor, for one quantizer."""
+def _amax_of(
+    call: Call, tensor: Tensor, value: Array, planned: PlannedCast, stored: KnownScale | None,
+    known: dict[tuple[int | None, AbstractGranularity], Array],
+) -> Callable[[AbstractGranularity], Array]:  # fmt: skip
+    """A function that finds the amax of the whole logical tensor, and adds it to those `known`."""
+    assert planned.cast is not None
+    place: Place = getattr(call.places, tensor)
+    manual = call.amax_axes.manual
+    # The mesh axes over which the values of one scale span devices. It is an error if they would
+    # cut a tile.
+    across: dict[AbstractGranularity, frozenset[str]] = {}
+    for each, readers in zip(planned.cast.granularities, planned.readers, strict=True):
+        if each not in across:  # two copies may have one granularity, and the first one decides
+            across[each] = place.amax_axes(each, value.shape)
+            if manual and not each.in_one:
+                across[each] |= call.contracted(readers[0], tensor)
+    local: dict[AbstractGranularity, Array] = {}
 
-    call: Call
-    tensor: Tensor
-    value: Array
-    place: Place
-    variation: Variation
-    stored: KnownScale | None
-    row: int | None
-    known: dict[tuple[int | None, AbstractGranularity], Array]
-
-    def inputs(self, planned: PlannedCast) -> ScaleInputs:
-        """What the quantizer may read to choose scales."""
-        assert planned.cast is not None
-        # Two copies may have one granularity. The first one decides: `dict` keeps the last pair,
-        # so the pairs are reversed.
-        first = zip(planned.cast.granularities, planned.readers, strict=True)
-        readers = dict(reversed([(each, matmuls[0]) for each, matmuls in first]))
-        is_manual = self.call.amax_axes.manual
-        # The mesh axes over which the values of one scale span devices. It is an error if they
-        # would cut a tile.
-        axes = {each: self.place.amax_axes(each, self.value.shape) for each in readers}
-        for each, matmul in readers.items():
-            if is_manual and not each.in_one:
-                axes[each] |= self.variation.contracted(matmul, self.tensor)
-        amax = functools.partial(self._amax, axes, {})
-        multiplier, scale = self.stored or (None, None)
-        return ScaleInputs(amax, scale, self.call.settled, multiplier)
-
-    def _amax(
-        self,
-        across: dict[AbstractGranularity, frozenset[str]],
-        found: dict[AbstractGranularity, Array],
-        granularity: AbstractGranularity,
-    ) -> Array:
-        """The amax of the whole logical tensor, in every kind of mesh."""
-        if (self.row, granularity) not in self.known:
-            amax = self._find(across, found, granularity)
-            # Remat may save it if it is small. The amaxes of tiles are found in the cast.
-            if self.tensor != "g" and not granularity.in_tiles:
-                amax = name_amax(amax)
-            self.known[self.row, granularity] = amax
-        return self.known[self.row, granularity]
-
-    def _find(
-        self,
-        across: dict[AbstractGranularity, frozenset[str]],
-        found: dict[AbstractGranularity, Array],
-        granularity: AbstractGranularity,
-    ) -> Array:
-        axes = across.get(granularity)
-        if axes is None and granularity.in_one:  # a quantizer may also ask for PerTensor()
-            axes = self.place.amax_axes(granularity, self.value.shape)
-        if axes is None:
+    def find(granularity: AbstractGranularity) -> Array:
+        if granularity in across:
+            axes = across[granularity]
+        elif granularity.in_one:  # a quantizer may also ask for PerTensor()
+            axes = place.amax_axes(granularity, value.shape)
+        else:
             raise ValueError(
-                f"a quantizer asks for the amax of {self.tensor} by {granularity!r}. It may ask "
-                f"for its own granularities {list(across)}, and for PerTensor()."
+                f"a quantizer asks for the amax of {tensor} by {granularity!r}. It may ask for its "
+                f"own granularities {list(across)}, and for PerTensor()."
             )
-        if self.stored is not None:
-            amax = observe(self.value, self.stored.scale)
+        if stored is not None:
+            found = observe(value, stored.scale)
         else:
             # A quantizer asks for one at a time, but all of them are found in one read.
-            if granularity not in found:
-                found |= amaxes(self.value, [*across] if granularity in across else [granularity])
-            amax = found[granularity]
-        if not self.call.amax_axes.manual:
-            return amax  # arrays are global, so the amax is global, too
-        if self.stored is not None:
-            axes |= varying_axes(self.value) - varying_axes(self.stored.scale)
+            if granularity not in local:
+                local.update(amaxes(value, [*across] if granularity in across else [granularity]))
+            found = local[granularity]
+        if not manual:
+            return found  # arrays are global, so the amax is global, too
+        if stored is not None:
+            axes |= varying_axes(value) - varying_axes(stored.scale)
         elif granularity.in_one:
-            axes |= varying_axes(self.value) - self.variation.apart
-        if self.stored is not None or granularity.in_one:
-            axes |= self.call.amax_axes.untyped
-        return pmax(amax, axes)
+            axes |= varying_axes(value) - call.apart
+        if stored is not None or granularity.in_one:
+            axes |= call.amax_axes.untyped
+        return pmax(found, axes)
+
+    def amax(granularity: AbstractGranularity) -> Array:
+        key = planned.row, granularity
+        if key not in known:
+            found = find(granularity)
+            # Remat may save it if it is small. The amaxes of tiles are found in the cast.
+            known[key] = found if tensor == "g" or granularity.in_tiles else name_amax(found)
+        return known[key]
+
+    return amax
 
 
 def _seen(call: Call, tensor: Tensor, value: Array, ledger: Array | None) -> Seen:

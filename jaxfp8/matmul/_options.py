@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxfp8._call import check_options, option_names
 from jaxfp8._quantized_tensor import QuantizedTensor
-from jaxfp8._typing import Array, ArrayLike, Tensor
+from jaxfp8._typing import Array, ArrayLike, DType, Tensor
 from jaxfp8.numerics._formats import FLOAT_DTYPES
 from jaxfp8.plan._kernels import Kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
@@ -27,8 +27,8 @@ from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
 
 # The options of a matmul: its arguments besides operands, recipe and state.
 
+# How quantizer state leaves the backward pass, if `fp8.value_and_grad` does not collect it.
 StateChannel: TypeAlias = Literal["gradient"]
-"""How quantizer state leaves the backward pass, if `fp8.value_and_grad` does not collect it."""
 
 
 def check_state_channel(channel: object) -> None:
@@ -80,6 +80,8 @@ class MatmulOptions(LayerOptions, total=False):
 class Options:
     """The options of one call, with their defaults."""
 
+    precision: Any = None
+    preferred_element_type: DType | None = None
     reduce_axes: tuple[str, ...] | None = None
     x_shard: Shard | None = None
     w_shard: Shard | None = None
@@ -98,10 +100,16 @@ class Options:
         check_save_original(self.save_original)
 
 
-def read_options(function: str, known: type, options: Any) -> Options:
+def read_options(
+    function: str,
+    known: type,
+    options: Any,
+    precision: Any = None,
+    preferred_element_type: DType | None = None,
+) -> Options:
     """The options of a call, of which `known`, a TypedDict, lists the names."""
     check_options(function, known, options)
-    return Options(**options)
+    return Options(precision=precision, preferred_element_type=preferred_element_type, **options)
 
 
 def options_of(layer: Any) -> LayerOptions:
@@ -116,10 +124,7 @@ def options_of(layer: Any) -> LayerOptions:
 def check_operands(
     lhs: ArrayLike, rhs: Any, recipe: Recipe, prologue: AbstractPrologue | None = None
 ) -> tuple[tuple[Array, ...], Any]:
-    """lhs and rhs, in dtypes that FP8 matmuls accept.
-
-    lhs becomes a tuple: one array, or the arrays of a prologue. rhs may be a `QuantizedWeight`.
-    """
+    """lhs as a tuple, of one array or those of a prologue, and rhs, in dtypes that FP8 accepts."""
     check_recipe(recipe)
     if is_weight(rhs):
         if recipe.is_identity:
@@ -158,7 +163,6 @@ def check_prologue(name: str, prologue: object) -> None:
 
 
 def _check_tuple(name: str, given: Any, prologue: AbstractPrologue) -> tuple[Any, ...]:
-    """The arrays of a prologue, as a tuple with one array for each name."""
     if not isinstance(given, tuple | list) or len(given) != len(prologue.names):
         names = ", ".join(prologue.names)
         raise TypeError(
@@ -191,7 +195,7 @@ def check_high_precision(function: str, **matrices: object) -> None:
 
 
 def _one_array(name: str, x: ArrayLike) -> Array:
-    """`as_array`, but a tuple of arrays raises an error that names `prologue=`."""
+    # As `as_array`, but a tuple of arrays raises an error that names `prologue=`.
     if isinstance(x, tuple) and any(
         isinstance(each, jax.Array) or getattr(each, "shape", ()) for each in x
     ):
@@ -325,15 +329,12 @@ class LayerInput:
 
     @classmethod
     def read(cls, inputs: Any, prologue: AbstractPrologue | None) -> Self:
-        """Check the argument `inputs` of a layer.
-
-        Activations may have any dtype here, because layers promote them. Parameters of a prologue
-        are not promoted, so they must be floating point.
-        """
+        """Check the argument `inputs` of a layer."""
         if prologue is None:
             return cls((_one_array("inputs", inputs),), None)
 
         def one(name: str, given: ArrayLike) -> Array:
+            # Layers promote activations, and not the parameters of a prologue.
             check = check_float if name in prologue.parameters else as_array
             return check(f"inputs, {name}", given)
 
@@ -343,10 +344,7 @@ class LayerInput:
     def promoted(
         self, promote: Callable[..., Sequence[Any]], kernel: Array, bias: Array | None
     ) -> tuple[Self, Array, Array | None]:
-        """The input, the kernel and the bias in one dtype, by flax's `promote_dtype`.
-
-        Parameters of a prologue keep their dtype.
-        """
+        """The input, the kernel and the bias in one dtype, by flax's `promote_dtype`."""
         names = (None,) if self.prologue is None else self.prologue.names
         kept = () if self.prologue is None else self.prologue.parameters
         pairs = list(zip(names, self.arrays, strict=True))

@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import math
-import sys
-import types
+import pathlib
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,10 +51,8 @@ class CastStats:
 
 
 def _limit(format: Format) -> float:
-    """The magnitude above which the clip of a cast loses more than rounding does.
-
-    It is the middle between the largest value and the next one, which the format lacks.
-    """
+    """The magnitude above which the clip of a cast loses more than rounding does."""
+    # The middle between the largest value and the next one, which the format lacks.
     return format.max + 2.0 ** (format.max_exponent - format.mantissa_bits - 1)
 
 
@@ -103,8 +101,7 @@ def _count(mask: Array) -> Array:
 # those of x, w and g together, in its backward pass. So `jax.checkpoint`, which runs a forward pass
 # twice, does not send them twice.
 
-Receive = Callable[[str, tuple[CastStats, ...]], None]
-"""A function `(layer, statistics)`. JAX calls it on another thread."""
+Receive = Callable[[str, tuple[CastStats, ...]], None]  # of a layer; called on another thread
 
 _watched: Any = jax.make_user_context(False)
 # A program outlives the context in which it was compiled. So it sends to whoever listens now, and
@@ -116,10 +113,7 @@ _LIBRARIES = frozenset({"jaxfp8", "jax", "flax", "functools", "contextlib"})
 
 @contextlib.contextmanager
 def watch_casts(receive: Receive) -> Iterator[None]:
-    """Watch the casts of all matmuls that run in this context.
-
-    Raises RuntimeError if casts are watched already.
-    """
+    """Watch the casts of all matmuls that run in this context."""
     if _listeners:
         raise RuntimeError(
             "fp8.diagnostics.collect() is active already, in this thread or in another. Records "
@@ -137,59 +131,32 @@ def watch_casts(receive: Receive) -> Iterator[None]:
             _listeners.clear()
 
 
-def _is_watching() -> bool:
-    """Whether casts are watched here."""
-    return bool(_watched.value)
-
-
 def name_of_call(given: str | None) -> str | None:
-    """The name of a matmul: `name=` of the call, or the line of code that calls it.
-
-    None if casts are not watched. Then the name is no part of the call, and equal layers share
-    their traces.
-    """
+    """The name of a matmul: `name=` of the call, or the line of code that calls it."""
     if given is not None and not isinstance(given, str):
         raise TypeError(f"name={given!r} must be a string, for instance name='mlp/up'.")
-    if not _is_watching() or _is_check_of_scan():
-        return None
+    if not _watched.value:
+        return None  # equal layers share their traces, so no name is part of the call
+    frames = [
+        (str(frame.f_globals.get("__name__", "")), line, frame)
+        for frame, line in traceback.walk_stack(None)
+    ]
+    for module, _, frame in frames:
+        # `nn.scan` traces its body once only to check it. That trace must have no effect: with one,
+        # flax 0.12.12 raises "broadcasted variable has a data dependency on the scan body". Only
+        # this local variable says which trace it is. If flax renames it, users see flax's error.
+        if module == "flax.core.axes_scan" and frame.f_locals.get("init_mode") is True:
+            return None
     if given is not None:
         return given
-    for frame in _frames():
-        if _module(frame).partition(".")[0] not in _LIBRARIES:
-            file = frame.f_code.co_filename.replace("\\", "/").rpartition("/")[2]
-            return f"{file}:{frame.f_lineno}"
+    for module, line, frame in frames:
+        if module.partition(".")[0] not in _LIBRARIES:
+            return f"{pathlib.PurePath(frame.f_code.co_filename).name}:{line}"
     return "matmul"
 
 
-def _is_check_of_scan() -> bool:
-    """Whether `nn.scan` traces its body only to check it, before it loops over it.
-
-    The trace must have no effect. With one, flax 0.12.12 raises "broadcasted variable has a data
-    dependency on the scan body". Its result is not used, so it needs no statistics. flax does not
-    say which trace it is. So this function reads the local variables of flax's stack frame. If flax
-    renames them, users see flax's error.
-    """
-    return any(
-        _module(frame) == "flax.core.axes_scan" and frame.f_locals.get("init_mode") is True
-        for frame in _frames()
-        if frame.f_code.co_name == "body_fn"
-    )
-
-
-def _frames() -> Iterator[types.FrameType]:
-    """The frames of the stack, from the caller outwards."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _module(frame: types.FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
 def send_stats(layer: str | None, statistics: tuple[CastStats, ...]) -> None:
-    """Send statistics of a layer to the host when the program runs. Nothing if there are none."""
+    """Send statistics of a layer to the host when the program runs."""
     if statistics:
         assert layer is not None
         jax.debug.callback(functools.partial(_deliver, layer), statistics)

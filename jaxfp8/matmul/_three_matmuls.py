@@ -39,7 +39,7 @@ from jaxfp8.matmul._arrays import (
     Rows,
     name_amax,
 )
-from jaxfp8.matmul._call import NO_VARIATION, Call, Variation
+from jaxfp8.matmul._call import Call, Varying
 from jaxfp8.matmul._given import add_bias
 from jaxfp8.matmul._grouped_operands import quantize_rows, wgrad_operand
 from jaxfp8.matmul._operands import Quantized, Seen, quantize_operand
@@ -64,21 +64,15 @@ class _Types:
 
 
 class _Forward(NamedTuple):
-    """Results of the forward pass: y, the copies of x for wgrad and of w for dgrad, and amaxes."""
-
     y: Array
-    # With `save_original` the amaxes of x or w take the place of the copy.
+    # The copies of x for wgrad and of w for dgrad, or with `save_original` the amaxes of x or w.
     x: Copy | KnownAmaxes
     w: Copy | KnownAmaxes
     seen: Array | None
     watched: tuple[CastStats, ...]
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["arrays", "amaxes"], meta_fields=[]
-)
-@dataclasses.dataclass(frozen=True)
-class _Original:
+class _Original(NamedTuple):
     """A residual in high precision, which the backward pass casts."""
 
     arrays: tuple[Array, ...]  # the operand, or the operands of the prologue that makes it
@@ -92,8 +86,7 @@ def _second_derivative(_: PyTree) -> Exception:
     )
 
 
-_once = undifferentiable(_second_derivative)
-"""For the operands of a matmul, which has a first derivative and no second one."""
+_once = undifferentiable(_second_derivative)  # for operands
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -108,10 +101,10 @@ def three_matmuls(call: Call, arrays: Arrays) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0)  # traced and lowered once for all equal layers
 def _fprop(call: Call, arrays: Arrays) -> _Forward:
-    variation = _variation(call, jax.typeof(arrays.x), jax.typeof(arrays.w), arrays.rows)
-    x = _cast_forward(call, "x", _source(call, arrays), arrays, variation)
+    call = _in_pass(call, jax.typeof(arrays.x), jax.typeof(arrays.w), arrays.rows)
+    x = _cast_forward(call, "x", _source(call, arrays), arrays)
     if arrays.held is None:
-        w = _cast_forward(call, "w", call.places.w.stored(arrays.w), arrays, variation)
+        w = _cast_forward(call, "w", call.places.w.stored(arrays.w), arrays)
     else:
         w = _held_operand(call, arrays.held, arrays.quantizers.ledger)
     y = _multiply(
@@ -132,15 +125,13 @@ def _fprop(call: Call, arrays: Arrays) -> _Forward:
     )
 
 
-def _cast_forward(
-    call: Call, tensor: Tensor, source: Source, arrays: Arrays, variation: Variation
-) -> Quantized:
+def _cast_forward(call: Call, tensor: Tensor, source: Source, arrays: Arrays) -> Quantized:
     only: Matmul | None = "fprop" if tensor in call.save_original else None
-    return _quantize(call, tensor, source, arrays.quantizers, variation, arrays.rows, only=only)
+    return _quantize(call, tensor, source, arrays.quantizers, arrays.rows, only=only)
 
 
 def _held_operand(call: Call, held: HeldCopies, ledger: Array | None) -> Quantized:
-    """A weight whose FP8 copies the model holds. Its residuals are these copies, which live on."""
+    """A weight whose FP8 copies the model holds. Its residuals are these copies."""
     by_reader = {matmul: copy for copy in held.copies for matmul in copy.readers}
     seen: Seen = {}
     if call.collected and ledger is not None and held.seen is not None:
@@ -151,15 +142,13 @@ def _held_operand(call: Call, held: HeldCopies, ledger: Array | None) -> Quantiz
 
 
 def _quantize(
-    call: Call, tensor: Tensor, source: Source, own: QuantizerArrays, variation: Variation,
-    rows: Rows | None, *, column_sums: bool = False, only: Matmul | None = None,
+    call: Call, tensor: Tensor, source: Source, own: QuantizerArrays, rows: Rows | None, *,
+    column_sums: bool = False, only: Matmul | None = None,
 ) -> Quantized:  # fmt: skip
     """A tensor, cast once for all matmuls that read it: as one, or each group by itself."""
     if rows is not None:
-        return quantize_rows(rows, call, tensor, value_of(source), own, variation, only=only)
-    return quantize_operand(
-        call, tensor, source, own, variation, column_sums=column_sums, only=only
-    )
+        return quantize_rows(rows, call, tensor, value_of(source), own, only=only)
+    return quantize_operand(call, tensor, source, own, column_sums=column_sums, only=only)
 
 
 def _multiply(
@@ -179,35 +168,25 @@ def _source(call: Call, arrays: Arrays) -> Source:
     return Produced(arrays.x, arrays.parts, call.prologue)
 
 
-def _variation(call: Call, x: Any, w: Any, rows: Rows | None, g: Array | None = None) -> Variation:
-    """The manual mesh axes over which x, w and g vary. x and w are types.
-
-    Axes that a tensor is gathered over are left out, because the matmul reads the whole operand.
-    Rows vary as the sizes of their groups do: the same rows may belong to other groups elsewhere.
-    """
+def _in_pass(call: Call, x: Any, w: Any, rows: Rows | None, g: Array | None = None) -> Call:
+    """The call, with the axes over which its operands vary. x and w are types."""
     if not call.amax_axes.manual:
-        return NO_VARIATION
-    of_x = (
-        varying_axes_of_type(x)
-        if rows is None
-        else varying_axes_of_type(x) | varying_axes(rows.groups.tiles)
+        return call
+    of_x = varying_axes_of_type(x)
+    if rows is not None:
+        # The same rows may belong to other groups elsewhere.
+        of_x |= varying_axes(rows.groups.tiles)
+    # A matmul reads whole operands, so axes that they are gathered over do not count.
+    varying = Varying(
+        of_x - call.places.x.manual_axes,
+        varying_axes_of_type(w) - call.places.w.manual_axes,
+        frozenset() if g is None else varying_axes(g) - call.places.g.manual_axes,
     )
-    return Variation(
-        x=of_x - call.places.x.manual_axes,
-        w=varying_axes_of_type(w) - call.places.w.manual_axes,
-        g=frozenset() if g is None else varying_axes(g) - call.places.g.manual_axes,
-        summed=call.places.g.manual_axes,
-        named=call.amax_axes.named,
-        batched=bool(call.geometry.fprop.lhs.batch),
-    )
+    return dataclasses.replace(call, varying=varying)
 
 
 def _check_differentiated(call: Call, primals: Any) -> None:
-    """Check what a matmul is differentiated with respect to; see `_forward_rule`.
-
-    Raises FP8StateError if a matmul with state is differentiated without its state, and if the FP8
-    values of a weight are differentiated.
-    """
+    """FP8StateError for FP8 values of a weight, and for a matmul with state without its state."""
     own = primals.quantizers
     if any(leaf.perturbed for leaf in jax.tree.leaves(primals.held, is_leaf=_is_primal)):
         raise FP8StateError(
@@ -243,10 +222,7 @@ def _is_primal(node: object) -> bool:
 
 
 def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
-    """The result y and the residuals.
-
-    `primals` are Arrays. Each leaf has a `value`, and `perturbed`: whether it is differentiated.
-    """
+    # `primals` are Arrays. Each leaf has a `value`, and `perturbed`: whether it is differentiated.
     _check_differentiated(call, primals)
     given = jax.tree.map(lambda leaf: leaf.value, primals)
     x, w = _once((given.x, given.w))
@@ -275,13 +251,13 @@ def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Arrays]:
 def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     x, w, (seen, watched), own, types, rows = residuals
     gradient = _once(gradient)
-    variation = _variation(call, types.x, types.w, rows, gradient)
+    call = _in_pass(call, types.x, types.w, rows, gradient)
     g = _quantize(
-        call, "g", gradient, own, variation, rows,
+        call, "g", gradient, own, rows,
         column_sums=types.bias is not None and _sums_columns(call.geometry),
     )  # fmt: skip
-    x, of_x = _read(call, "x", x, own, variation, gradient, rows)
-    w, of_w = _read(call, "w", w, own, variation, gradient, rows)
+    x, of_x = _read(call, "x", x, own, gradient, rows)
+    w, of_w = _read(call, "w", w, own, gradient, rows)
     send_stats(call.watched, watched + g.watched + of_x + of_w)
     dgrad, wgrad = _gathered_once(call.places.g, g.now["dgrad"], g.now["wgrad"])
     x, dgrad, wgrad = _in_turn(rows, x, dgrad, wgrad)
@@ -301,18 +277,16 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
 
 
 def _read(
-    call: Call, tensor: Tensor, saved: Copy | _Original, own: QuantizerArrays,
-    variation: Variation, gradient: Array, rows: Rows | None,
+    call: Call, tensor: Tensor, saved: Copy | _Original, own: QuantizerArrays, gradient: Array,
+    rows: Rows | None,
 ) -> tuple[Operand, tuple[CastStats, ...]]:  # fmt: skip
-    """The whole operand x of wgrad or w of dgrad from its residual, and statistics of its cast.
-
-    A residual is a shard, to save memory. So FP8 shards are gathered again for this pass.
-    """
+    """The whole operand x of wgrad or w of dgrad from its residual, and statistics of its cast."""
     place: Place = getattr(call.places, tensor)
     if isinstance(saved, Copy):
+        # It is a shard, to save memory. So FP8 shards are gathered again for this pass.
         whole = place.gather_operand(saved.whole(own.known))
         if rows is not None and rows.routed == tensor:
-            whole = wgrad_operand(rows, call, tensor, whole, own, variation, after=gradient)
+            whole = wgrad_operand(rows, call, tensor, whole, own, after=gradient)
         return whole, ()
     arrays = _readable(saved.arrays, gradient)
     source: Source = arrays[0]
@@ -322,7 +296,7 @@ def _read(
         source = produce_again(call.prologue, arrays)
     matmul: Matmul = "wgrad" if tensor == "x" else "dgrad"
     known = own._replace(ledger=None, amaxes=saved.amaxes)
-    cast = _quantize(call, tensor, source, known, variation, rows, only=matmul)
+    cast = _quantize(call, tensor, source, known, rows, only=matmul)
     return place.gather_operand(cast.now[matmul]), cast.watched
 
 
@@ -335,11 +309,9 @@ def _gathered_once(place: Place, first: Operand, second: Operand) -> tuple[Opera
 def _in_turn(
     rows: Rows | None, x: Operand, dgrad: Operand, wgrad: Operand
 ) -> tuple[Operand, Operand, Operand]:
-    """The operand x of wgrad, and g for dgrad and for wgrad: all are made before dgrad runs.
-
-    XLA overlaps the exchange of dx with what follows dgrad. The second cast of rows that arrived in
-    FP8 must not follow it. Rows in bfloat16 would be live beside both buffers of the exchange.
-    """
+    """The operand x of wgrad, and g for dgrad and for wgrad: all are made before dgrad runs."""
+    # XLA overlaps the exchange of dx with what follows dgrad. The second cast of rows that arrived
+    # in FP8 must not follow it. Rows in bfloat16 would be live beside both buffers of the exchange.
     again = x if rows is None or rows.routed == "x" else wgrad
     if rows is None or rows.route is None or not isinstance(again, QuantizedTensor):
         return x, dgrad, wgrad
@@ -385,22 +357,15 @@ three_matmuls.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 def _sharding_of(aval: Any, axes: Axes) -> Any:
-    """The sharding of a result whose axes are those of `aval`, permuted by `axes`.
-
-    `_cotangent` transposes the result to the order of `aval`. Then both have one sharding. None
-    outside of Explicit meshes, where the compiler decides.
-    """
+    """The sharding of a result whose axes are those of `aval`, permuted by `axes`."""
     mesh = aval.sharding.mesh
     if mesh.empty or jax.sharding.AxisType.Explicit not in mesh.axis_types:
-        return None
+        return None  # the compiler decides
     return jax.sharding.NamedSharding(mesh, jax.P(*(aval.sharding.spec[axis] for axis in axes)))
 
 
 def _cotangent(result: Array, axes: Axes, aval: Any) -> Array:
-    """The cotangent of a tensor of type `aval`, from a result with its axes permuted by `axes`.
-
-    It is summed over the manual mesh axes that the tensor does not vary over.
-    """
+    """The cotangent of a tensor of type `aval`, from a result with its axes permuted by `axes`."""
     missing = varying_axes(result) - varying_axes_of_type(aval)
     if missing:
         result = lax.psum(result, tuple(sorted(missing)))
@@ -416,10 +381,7 @@ def _cotangent(result: Array, axes: Axes, aval: Any) -> Array:
 def _bias_gradient(
     gradient: Array, column_sums: Array | None, bias: Any, geometry: TrainingGeometry
 ) -> Array:
-    """The gradient [B, N] of a bias with the type `bias`: sums over M of [B, M, N].
-
-    Sums are in float32, or in float64 for float64. `column_sums` are `CastExtras.column_sums`.
-    """
+    """The gradient [B, N] of a bias with the type `bias`: sums over M of [B, M, N]."""
     axes = _summed(geometry)
     summed = gradient if column_sums is None else column_sums
     total = jnp.sum(summed, axes, sum_dtype(summed.dtype))
@@ -434,14 +396,11 @@ def _bias_gradient(
 
 
 def _sums_columns(geometry: TrainingGeometry) -> bool:
-    """Whether column sums of g, over its last axis but one, help to sum the gradient of the bias.
-
-    They help if the bias lacks that axis and has the last one.
-    """
+    """Whether sums of g over its last axis but one help to sum the gradient of the bias."""
     summed, ndim = _summed(geometry), len(geometry.wgrad.rhs.order)
     return ndim - 2 in summed and ndim - 1 not in summed
 
 
 def _summed(geometry: TrainingGeometry) -> Axes:
-    """The axes M of the result [B, M, N]."""
+    # The axes M of the result [B, M, N].
     return geometry.fprop.added_axes[1]

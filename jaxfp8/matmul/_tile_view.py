@@ -23,55 +23,14 @@ from jax import lax
 
 from jaxfp8._geometry import TrainingGeometry, inverse_permutation
 from jaxfp8._typing import Array, Axes
-from jaxfp8.matmul._arrays import Arrays, QuantizerArrays
+from jaxfp8.matmul._arrays import Arrays
 from jaxfp8.matmul._call import Places
-from jaxfp8.matmul._given import Given
 from jaxfp8.numerics._per_block import is_explicit, merge_axes
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._place import Place
 from jaxfp8.weights._quantized_weight import WeightAxes
 
 Sharding: TypeAlias = jax.sharding.NamedSharding | jax.P | None
-
-
-@dataclasses.dataclass(frozen=True)
-class View:
-    """The view for recipes without tiles: operands do not change."""
-
-    geometry: TrainingGeometry
-
-    def arrays(self, given: Given, quantizers: QuantizerArrays) -> Arrays:
-        """The arrays of the view's matmul."""
-        return Arrays(given.x, given.w, given.bias, given.parts, quantizers)
-
-    def weight(self, w: Array) -> Array:
-        """The weight as an operand of the view."""
-        return w
-
-    def weight_again(self, values: Array, like: Array) -> Array:
-        """Reverses `weight`, for values of its result. `like` has the type of the weight."""
-        del like
-        return values
-
-    def weight_axes(self, ndim: int) -> tuple[int | None, ...]:
-        """For each axis of the view of a weight of `ndim` axes, the first axis that it merges."""
-        return tuple(range(ndim))
-
-    def places(self, places: Places) -> Places:
-        """The places of the view's operands. ValueError if one is split along a merged axis."""
-        return places
-
-    def out_sharding(self, given: Sharding) -> Sharding:
-        """The out_sharding of the view's result. ValueError if it splits a merged axis."""
-        return given
-
-    def result(self, y: Array, out_sharding: Sharding, high: Callable[[], Array]) -> Array:
-        """The result of the view, reshaped to the result of the matmul.
-
-        Of `high()`, the matmul in high precision, only the type is used.
-        """
-        del out_sharding, high
-        return y
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +42,7 @@ class _Merge:
 
     def __call__(self, x: Array) -> Array:
         x = x if self.order == tuple(range(x.ndim)) else jnp.transpose(x, self.order)
-        return merge_axes(x, self.counts)
+        return x if set(self.counts) <= {1} else merge_axes(x, self.counts)
 
     @property
     def first_axes(self) -> tuple[int | None, ...]:
@@ -125,31 +84,29 @@ class _Merge:
 
 
 @dataclasses.dataclass(frozen=True)
-class TileView(View):
-    """A view with merged axes."""
+class View:
+    """The operands and the result of a matmul as tiles need them. Without tiles nothing changes."""
 
+    geometry: TrainingGeometry
     of_x: _Merge  # [*batch, *m, *k]
     of_w: _Merge  # [*batch, *k, *n]
     of_bias: _Merge  # [*batch, *n]
     of_y: _Merge  # [*batch, *m, *n]
     y_shape: Axes  # of the result of the matmul; inside `jax.shard_map` that of its shard
 
-    def arrays(self, given: Given, quantizers: QuantizerArrays) -> Arrays:
-        bias = None if given.bias is None else self.of_bias(given.bias)
-        parts = given.parts and tuple(self._part(each, given.x.shape) for each in given.parts)
-        return Arrays(self.of_x(given.x), self.of_w(given.w), bias, parts, quantizers)
-
-    def weight(self, w: Array) -> Array:
-        return self.of_w(w)
-
-    def weight_again(self, values: Array, like: Array) -> Array:
-        return self.of_w.undo(values, like)
-
-    def weight_axes(self, ndim: int) -> tuple[int | None, ...]:
-        return self.of_w.first_axes
+    def arrays(self, given: Arrays) -> Arrays:
+        """The arrays of the view's matmul."""
+        return given._replace(
+            x=self.of_x(given.x),
+            w=self.of_w(given.w),
+            bias=None if given.bias is None else self.of_bias(given.bias),
+            parts=given.parts and tuple(self._part(each, given.x.shape) for each in given.parts),
+        )
 
     def _part(self, part: Array, x_shape: Axes) -> Array:
         """The view of an array of a prologue. Each axis has size 1, or its size in `x_shape`."""
+        if part.shape == x_shape or set(self.of_x.counts) <= {1}:
+            return self.of_x(part)
         whole = jax.eval_shape(self.of_x, jax.ShapeDtypeStruct(x_shape, part.dtype)).shape
         view = self.of_x(part)
         if all(size in (1, full) for size, full in zip(view.shape, whole, strict=True)):
@@ -159,10 +116,12 @@ class TileView(View):
         return self.of_x(jnp.broadcast_to(part, x_shape))
 
     def places(self, places: Places) -> Places:
+        """The places of the view's operands. ValueError if one is split along a merged axis."""
         x, w = places.x.along(self.of_x.axis), places.w.along(self.of_w.axis)
         return places._replace(x=x, w=w, g=places.g.along(self.of_y.axis))
 
     def out_sharding(self, given: Sharding) -> Sharding:
+        """The out_sharding of the view's result. ValueError if it splits a merged axis."""
         counts = self.of_y.counts
         if given is None or set(counts) <= {1}:  # no axis is merged or added
             return given
@@ -183,6 +142,7 @@ class TileView(View):
         return new
 
     def result(self, y: Array, out_sharding: Sharding, high: Callable[[], Array]) -> Array:
+        """The view's result, reshaped to that of the matmul, which has the type of `high()`."""
         if y.shape == self.y_shape:
             return y
         if out_sharding is None and is_explicit(y):
@@ -198,16 +158,16 @@ def view_for(
     shapes: tuple[Axes, Axes],
     y_place: Place = Place(),  # noqa: B008
 ) -> View:
-    """The view for tiles of at most `tile` values a side. `tile` is None for recipes without tiles.
-
-    Example:
-      >>> heads = TrainingGeometry.of((((2, 3), (0, 1)), ((), ())), 4, 3)
-      >>> view_for(128, heads, ((8, 512, 12, 64), (12, 64, 768))).of_x.counts
-      (1, 1, 2)
-    """
-    if tile is None:
-        return View(geometry)
+    """The view for tiles of at most `tile` values a side; None for recipes without tiles."""
     x, w = geometry.fprop.sides
+    y_shape = y_place.shard_shape(geometry.fprop.out_shape(*shapes))
+    y_axes, bias_axes = tuple(range(len(x.batch + x.kept + w.kept))), w.batch + w.kept
+    if tile is None:
+        of_x, of_w, of_bias, of_y = (
+            _Merge(tuple(range(len(axes))), (1,) * len(axes))
+            for axes in (x.order, w.order, bias_axes, y_axes)
+        )
+        return View(geometry, of_x, of_w, of_bias, of_y, y_shape)
     # Contracted axes are in the order of lhs. Neighbours in lhs can then be merged without a
     # transpose of lhs.
     pairs = sorted(zip(x.contracted, w.contracted, strict=True))
@@ -216,14 +176,13 @@ def view_for(
     sizes_k = tuple(shapes[0][axis] for axis in x_contract)
     sizes_n = tuple(shapes[1][axis] for axis in w.kept)
     batch, m, k, n = (1,) * len(x.batch), *(_counts(s, tile) for s in (sizes_m, sizes_k, sizes_n))
-    y_axes = tuple(range(len(x.batch + x.kept + w.kept)))
-    return TileView(
+    return View(
         geometry=_trailing(len(batch), len(m), len(k), len(n)),
         of_x=_Merge(x.batch + x.kept + x_contract, batch + m + k),
         of_w=_Merge(w.batch + w_contract + w.kept, batch + k + n),
-        of_bias=_Merge(tuple(range(len(w.batch + w.kept))), batch + n),
+        of_bias=_Merge(tuple(range(len(bias_axes))), batch + n),
         of_y=_Merge(y_axes, batch + m + n),
-        y_shape=y_place.shard_shape(geometry.fprop.out_shape(*shapes)),
+        y_shape=y_shape,
     )
 
 
@@ -243,10 +202,8 @@ def _trailing(batch: int, m: int, k: int, n: int) -> TrainingGeometry:
 
 
 def _counts(sizes: Axes, tile: int) -> Axes:
-    """How many axes of a group are merged into each axis of the view.
-
-    Only trailing axes are merged: the fewest that fill a tile, or all of them if none fill it.
-    """
+    """How many axes of a group are merged into each axis of the view."""
+    # Only trailing axes are merged: the fewest that fill a tile, or all of them if none fill it.
     first = max(len(sizes) - 1, 0)
     while first > 0 and math.prod(sizes[first:]) < tile:
         first -= 1

@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,9 @@ import numpy as np
 
 from jaxfp8._typing import Array, ArrayLike, DType, FP8StateError, Tensor
 from jaxfp8.kernels.grouped_matmul._groups import Groups
-from jaxfp8.matmul._arrays import Arrays, Rows
-from jaxfp8.matmul._given import check_bias
-from jaxfp8.matmul._grouped_call import GroupedCall, bias_of_rows
+from jaxfp8.matmul._arrays import Arrays, QuantizerArrays, Rows
+from jaxfp8.matmul._call import Call
+from jaxfp8.matmul._given import add_bias_of_rows, check_bias, prepare_groups
 from jaxfp8.matmul._grouped_operands import FIRST_READER
 from jaxfp8.matmul._options import (
     Options,
@@ -113,7 +113,9 @@ def dispatch_matmul(
     References:
       DeepSeek-V3, arXiv:2412.19437, section 3.3; FP8-Flow-MoE, arXiv:2511.02302.
     """
-    how = read_options("fp8.moe.dispatch_matmul", DispatchOptions, options)
+    how = read_options(
+        "fp8.moe.dispatch_matmul", DispatchOptions, options, precision, preferred_element_type
+    )
     x, w = _operands("fp8.moe.dispatch_matmul", x, w, route, "tokens", recipe, how)
     if sent_in_fp8:
         cure = "Pass sent_in_fp8=False."
@@ -123,14 +125,11 @@ def dispatch_matmul(
                 f"save_original={how.save_original!r} keeps x in high precision, but it arrives in "
                 f"FP8. {cure}"
             )
-    grouped = _grouped(x, w, route, recipe, state, how, precision, preferred_element_type)
-    groups = Groups.of(route.sizes, tokens=route.rows, tile=grouped.tile)
-    rows = Rows(groups, route, "x") if sent_in_fp8 else Rows(groups)
-    if not sent_in_fp8:
+    else:
         x = dispatch(route, x)
-    bias = None if how.bias is None else check_bias(how.bias, (w.shape[0], w.shape[2]))
-    y = three_matmuls(grouped.call, Arrays(x, w, None, None, grouped.quantizers, rows=rows))
-    return y if bias is None else y + bias_of_rows(bias, route.sizes, y)
+    bias = check_bias(how.bias, (w.shape[0], w.shape[2]))
+    y = _multiply(how, recipe, state, x, w, route, "x" if sent_in_fp8 else None)
+    return add_bias_of_rows(y, bias, route.sizes)
 
 
 def matmul_combine(
@@ -188,14 +187,13 @@ def matmul_combine(
     References:
       DeepSeek-V3, arXiv:2412.19437, section 3.3 (combine in BF16).
     """
-    how = read_options("fp8.moe.matmul_combine", CombineOptions, options)
+    how = read_options(
+        "fp8.moe.matmul_combine", CombineOptions, options, precision, preferred_element_type
+    )
     x, w = _operands("fp8.moe.matmul_combine", x, w, route, "rows", recipe, how)
     if gradient_sent_in_fp8:
         _check_sent_in_fp8(recipe, "g", "Pass gradient_sent_in_fp8=False.")
-    grouped = _grouped(x, w, route, recipe, state, how, precision, preferred_element_type)
-    groups = Groups.of(route.sizes, tokens=route.rows, tile=grouped.tile)
-    rows = Rows(groups, route, "g") if gradient_sent_in_fp8 else Rows(groups)
-    y = three_matmuls(grouped.call, Arrays(x, w, None, None, grouped.quantizers, rows=rows))
+    y = _multiply(how, recipe, state, x, w, route, "g" if gradient_sent_in_fp8 else None)
     return y if gradient_sent_in_fp8 else combine(route, y)
 
 
@@ -231,25 +229,22 @@ def _operands(
     return x, w
 
 
-def _grouped(
-    x: Array, w: Array, route: Route, recipe: Recipe, state: MatmulState | tuple[()] | None,
-    how: Options, precision: Any, preferred_element_type: DType | None,
-) -> GroupedCall:  # fmt: skip
+def _multiply(
+    how: Options, recipe: Recipe, state: MatmulState | tuple[()] | None, x: Array, w: Array,
+    route: Route, routed: Literal["x", "g"] | None,
+) -> Array:  # fmt: skip
+    """The rows of each expert times its matrix. `routed` is the tensor that is sent in FP8."""
     # On average the experts of a device get as many rows as its tokens have choices.
     tokens = min(route.rows, route.tokens * route.choices)
-    grouped = GroupedCall.of(
-        x, w, how, recipe=recipe, state=state, tokens=tokens, precision=precision,
-        preferred_element_type=preferred_element_type,
-    )  # fmt: skip
-    _check_untyped_axes(grouped, route, recipe)
-    return grouped
+    call, quantizers, tile = prepare_groups(how, recipe, state, x, w, tokens=tokens)
+    _check_untyped_axes(call, quantizers, route)
+    groups = Groups.of(route.sizes, tokens=route.rows, tile=tile)
+    rows = Rows(groups) if routed is None else Rows(groups, route, routed)
+    return three_matmuls(call, Arrays(x, w, quantizers=quantizers, rows=rows))
 
 
 def _check_sent_in_fp8(recipe: Recipe, tensor: Tensor, cure: str) -> None:
-    """Raise ValueError unless wgrad can read the copy of x or g that is sent in FP8.
-
-    `cure` says how the caller sends it in high precision.
-    """
+    """Raise ValueError unless wgrad can read the copy of x or g that is sent in FP8."""
     (_, first), (_, second) = sorted(recipe.uses(tensor), key=lambda use: use[0] == "wgrad")
     if first.value_format is None:
         return  # it is sent in high precision, as the recipe says
@@ -274,13 +269,12 @@ def _check_sent_in_fp8(recipe: Recipe, tensor: Tensor, cure: str) -> None:
         )
 
 
-def _check_untyped_axes(grouped: GroupedCall, route: Route, recipe: Recipe) -> None:
+def _check_untyped_axes(call: Call, quantizers: QuantizerArrays, route: Route) -> None:
     """Raise FP8StateError if types are off, and the named axes would mix experts."""
-    axes, known = grouped.call.amax_axes, grouped.quantizers.known
-    if route.axis is None or not axes.manual or axes.typed or not recipe.combines_amaxes:
+    axes, named = call.amax_axes, call.amax_axes.named or frozenset()
+    if route.axis is None or not axes.manual or axes.typed or not call.recipe.combines_amaxes:
         return
-    named = axes.named or frozenset()
-    if known is not None and known.ndim == 2:
+    if quantizers.known is not None and quantizers.known.ndim == 2:
         raise FP8StateError(
             f"one state for all experts needs types inside shard_map over {route.axis!r}. Use "
             "check_vma=True, or a state for each expert."

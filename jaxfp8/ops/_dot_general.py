@@ -1,6 +1,5 @@
 """`dot_general` and `dot`."""
 
-import functools
 from typing import Any, Unpack
 
 import jax.numpy as jnp
@@ -9,29 +8,25 @@ from jax import lax
 from jaxfp8._geometry import TrainingGeometry, check_dimension_numbers
 from jaxfp8._quantized_tensor import QuantizedTensor, check_scale, validate_types
 from jaxfp8._typing import Array, Axes, DotDimensionNumbers, DType
-from jaxfp8.matmul._arrays import Copy, HeldCopies, QuantizerArrays
-from jaxfp8.matmul._call import Call, Places, amax_axes
-from jaxfp8.matmul._given import Given, add_bias, check_bias, check_whole_axis
+from jaxfp8.matmul._arrays import Arrays, Copy, HeldCopies
+from jaxfp8.matmul._call import Places
+from jaxfp8.matmul._given import Given, add_bias, check_bias, check_whole_axis, prepare
 from jaxfp8.matmul._options import (
     MatmulOptions,
     Options,
     check_key,
     check_operands,
-    fp8_precision,
     read_options,
 )
-from jaxfp8.matmul._stats import name_of_call
 from jaxfp8.matmul._three_matmuls import three_matmuls
-from jaxfp8.matmul._tile_view import TileView, View, view_for, view_of_weight
+from jaxfp8.matmul._tile_view import View, view_for, view_of_weight
 from jaxfp8.numerics._formats import VALUE_FORMATS, check_out_dtype
 from jaxfp8.plan._backends import XLA
 from jaxfp8.plan._kernels import NO_SHAPE, check_kernels
 from jaxfp8.prologues._prologue import produce
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._place import Place
 from jaxfp8.sharding._shard import place_operand, place_result
-from jaxfp8.state._gradient_channel import in_gradient_channel
-from jaxfp8.state._identity import known_scales, match_state
+from jaxfp8.state._identity import match_state
 from jaxfp8.state._state import MatmulState
 from jaxfp8.state._value_and_grad import recipe_in_context
 from jaxfp8.weights._quantized_weight import QuantizedWeight, WeightAxes, handle, plan_weight_casts
@@ -142,50 +137,27 @@ def dot_general(
     References:
       Micikevicius et al., arXiv:2209.05433; TransformerEngine user guide, FP8 primer.
     """
-    how = read_options("fp8.dot_general", DotOptions, options)
+    how = read_options("fp8.dot_general", DotOptions, options, precision, preferred_element_type)
     array, weight = _array_of(rhs, recipe, dimension_numbers)
     recipe, state = recipe_in_context(recipe, state)
     given = _read_operands(lhs, array, dimension_numbers, recipe, how)
-    if how.state_channel == "gradient" and isinstance(state, MatmulState):
-        state = in_gradient_channel(state, reduce_axes=how.reduce_axes)
-    own, kernels = match_state(state, recipe), check_kernels(how.kernels)
-    in_high_precision = functools.partial(
-        given.high_precision, precision, preferred_element_type, how.out_sharding
-    )
+    kernels = check_kernels(how.kernels)
     if recipe.is_identity:
+        match_state(state, recipe)
         check_result_dtype(preferred_element_type)
-        return add_bias(in_high_precision(), given.bias, given.geometry)
-    probe = own.probe if own else None
+        return add_bias(given.high_precision(how), given.arrays.bias, given.geometry)
     view = view_for(recipe.tile, given.geometry, given.shapes, given.places.g)
     backends = kernels.backends(recipe, given.size if kernels.chip else NO_SHAPE)
-    call = Call(
-        recipe=recipe,
-        geometry=view.geometry,
-        out_dtype=given.out_dtype(preferred_element_type),
-        precision=precision,
-        fast_accumulation=fp8_precision(precision),
-        out_sharding=view.out_sharding(how.out_sharding),
-        collected=own is not None and not own.frozen,
-        in_gradient_channel=probe is not None and probe.channel == "gradient",
-        settled=own is not None and own.settled,
-        amax_axes=amax_axes(recipe, how.reduce_axes, probe.reduce_axes if probe else None),
+    call, quantizers = prepare(
+        how, recipe, state, (given.arrays.x.dtype, given.arrays.w.dtype), view.geometry,
+        backends if weight is None else backends._replace(w=XLA),
         places=view.places(given.places),
-        kernels=kernels,
-        backends=backends if weight is None else backends._replace(w=XLA),
-        prologue=how.prologue,
-        save_original=how.save_original or (),
-        watched=name_of_call(how.name),
-    )
-    quantizers = QuantizerArrays(
-        known=(probe.known if probe else known_scales(own)) if own else None,
-        ledger=probe.ledger if probe else None,
-        key=how.key if recipe.needs_key else None,
-    )
-    arrays = view.arrays(given, quantizers)
-    if weight is not None:
-        arrays = arrays._replace(held=_held_copies(weight, view, given))
+        out_sharding=view.out_sharding(how.out_sharding),
+    )  # fmt: skip
+    held = None if weight is None else _held_copies(weight, view, given.shapes[1])
+    arrays = view.arrays(given.arrays._replace(quantizers=quantizers, held=held))
     y = three_matmuls(call, arrays)
-    return view.result(y, how.out_sharding, in_high_precision)
+    return view.result(y, how.out_sharding, lambda: given.high_precision(how))
 
 
 def check_result_dtype(preferred_element_type: DType | None) -> None:
@@ -203,10 +175,7 @@ def check_result_dtype(preferred_element_type: DType | None) -> None:
 def _array_of(
     weight: Any, recipe: Recipe, numbers: DotDimensionNumbers
 ) -> tuple[Any, QuantizedWeight | None]:
-    """The right operand as an array, and the weight if it is a `QuantizedWeight`.
-
-    Raises ValueError if the weight was quantized for another recipe or for other axes.
-    """
+    """The right operand as an array, and the weight if it is a `QuantizedWeight`, checked."""
     if not isinstance(weight, QuantizedWeight):
         return weight, None
     if weight.recipe.uses("w") != recipe.uses("w"):
@@ -238,23 +207,20 @@ def _positive(axes: Any, ndim: int) -> Axes:
     return tuple(axis % ndim for axis in axes)
 
 
-def _held_copies(weight: QuantizedWeight, view: View, given: Given) -> HeldCopies:
+def _held_copies(weight: QuantizedWeight, view: View, shape: Axes) -> HeldCopies:
     """The FP8 copies of a weight, as operands of the view. ValueError if they do not fit it."""
-    if isinstance(view, TileView):
-        mine = view_of_weight(weight.recipe, weight.axes, given.shapes[1])
-        assert isinstance(mine, TileView)
-        if mine.of_w != view.of_w:
-            raise ValueError(
-                f"rhs was quantized for {weight.axes}, but this matmul contracts its axes in "
-                "another order, so its tiles run along other axes. Give contracted= in the order "
-                "of the axes of lhs."
-            )
+    if view_of_weight(weight.recipe, weight.axes, shape).of_w != view.of_w:
+        raise ValueError(
+            f"rhs was quantized for {weight.axes}, but this matmul contracts its axes in another "
+            "order, so its tiles run along other axes. Give contracted= in the order of the axes "
+            "of lhs."
+        )
     copies: list[Copy] = []
     for planned in plan_weight_casts(weight.recipe, view.geometry):
         assert planned.cast is not None
         for granularity, readers in zip(planned.cast.granularities, planned.readers, strict=True):
             i = len(copies)
-            values, rule = view.weight(weight.values[i]), planned.cast.rule
+            values, rule = view.of_w(weight.values[i]), planned.cast.rule
             tensor = QuantizedTensor(
                 values, weight.scales[i], granularity, weight.dtype, rule.exact
             )
@@ -294,19 +260,17 @@ def _read_operands(
         check_key(how.key)
     made = None if how.prologue is None else produce(how.prologue, *arrays)
     x = arrays[0] if made is None else made.value
-    places = Places(place_operand("x", x, how.x_shard), place_operand("w", w, how.w_shard), Place())
+    places = Places(place_operand("x", x, how.x_shard), place_operand("w", w, how.w_shard))
     check_whole_axis(x, places.x, how)
     shapes = places.x.whole_shape(x.shape), places.w.whole_shape(w.shape)
     geometry = TrainingGeometry.of(_axes(shapes, dimension_numbers, how), x.ndim, w.ndim)
     y_shape = geometry.fprop.out_shape(*shapes)
     places = places._replace(g=place_result(y_shape, (x, w), how.y_shard))
-    bias = None
-    if how.bias is not None:
-        batch, kept, _ = geometry.fprop.rhs.shape(shapes[1])
-        bias = check_bias(how.bias, batch + kept)
+    batch, kept, _ = geometry.fprop.rhs.shape(shapes[1])
+    bias = check_bias(how.bias, batch + kept)
     # The gradient flows to `made.value`. `three_matmuls` returns no cotangent for these arrays.
     parts = None if made is None else lax.stop_gradient(made.operands)
-    return Given(x, w, parts, bias, places, shapes, geometry)
+    return Given(Arrays(x, w, bias, parts), places, shapes, geometry)
 
 
 def _axes(

@@ -1,7 +1,7 @@
 """`einsum`, and its equations."""
 
 import dataclasses
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -24,44 +24,18 @@ from jaxfp8.weights._quantized_weight import QuantizedWeight, handle, is_weight
 # The equation of an einsum of two operands, and the matmul that it describes.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Equation:
+class _Equation(NamedTuple):
     """A parsed equation. Each axis has one letter. Letters also replace the axes of '...'."""
 
     text: str  # as the user wrote it, for messages
     lhs: str
     rhs: str
     output: str
-    lhs_ones: str = ""  # axes of size 1 that the other operand has with another size
-    rhs_ones: str = ""
-
-    @property
-    def lhs_kept(self) -> str:
-        """The letters of lhs that the matmul reads, each once."""
-        return self._kept(self.lhs, self.lhs_ones, self.rhs, self.rhs_ones)
-
-    @property
-    def rhs_kept(self) -> str:
-        """The letters of rhs that the matmul reads, each once."""
-        return self._kept(self.rhs, self.rhs_ones, self.lhs, self.lhs_ones)
-
-    def _kept(self, names: str, ones: str, other: str, other_ones: str) -> str:
-        """The letters of `names` that the matmul reads, each once.
-
-        A letter is kept if the other operand or the output has it, too. Otherwise its axis is
-        summed before the matmul. `ones` and `other_ones` are letters of axes of size 1 that
-        broadcast. The operand with size 1 counts as if it did not have such a letter.
-        """
-        elsewhere = (set(other) - set(other_ones)) | set(self.output)
-        return "".join(
-            name for name in dict.fromkeys(names) if name in elsewhere and name not in ones
-        )
+    lhs_kept: str = ""  # the letters that the matmul reads, each once
+    rhs_kept: str = ""
 
     def matmul(self) -> tuple[DotDimensionNumbers, Axes]:
-        """Dimension numbers of the matmul of the kept axes, and the permutation to the output.
-
-        A matmul returns [batch, kept by lhs, kept by rhs]. The output may have another order.
-        """
+        """Dimension numbers of the matmul of the kept axes, and the permutation to the output."""
         x, w = self.lhs_kept, self.rhs_kept
         batch = [name for name in self.output if name in x and name in w]
         contracted = [name for name in x if name in w and name not in self.output]
@@ -114,8 +88,6 @@ def parse_equation(text: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, 
                     f"{sizes[name][letter]} and {size}; axes with the same index must have the "
                     "same size. Use another index."
                 )
-    # jnp.einsum broadcasts an axis of size 1 against the same index of another size.
-    ones = dict.fromkeys(shapes, "")
     for letter in [each for each in sizes["lhs"] if each in sizes["rhs"]]:
         pair = sizes["lhs"][letter], sizes["rhs"][letter]
         if pair[0] != pair[1] and 1 not in pair:
@@ -124,8 +96,15 @@ def parse_equation(text: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, 
                 "axes with the same index must have the same size. Use another index."
             )
         if pair[0] != pair[1]:
-            ones["lhs" if pair[0] == 1 else "rhs"] += letter
-    return dataclasses.replace(found, lhs_ones=ones["lhs"], rhs_ones=ones["rhs"])
+            # jnp.einsum broadcasts an axis of size 1 against the same index of another size. The
+            # operand counts as if it did not have the axis.
+            del sizes["lhs" if pair[0] == 1 else "rhs"][letter]
+    # If neither the other operand nor the output has a letter, its axis is summed before.
+    lhs_kept, rhs_kept = (
+        "".join(letter for letter in mine if letter in other or letter in output)
+        for mine, other in (sizes.values(), reversed(sizes.values()))
+    )
+    return found._replace(lhs_kept=lhs_kept, rhs_kept=rhs_kept)
 
 
 # `einsum` of two operands, computed by `dot_general`.
@@ -220,12 +199,7 @@ def einsum(
 
 
 def _alone(x: Any, names: str, kept: str, equation: str) -> Any:
-    """x without the axes that the matmul does not read.
-
-    It takes diagonals, and sums over axes that the other operand and the output do not have. A sum
-    is computed in float32, then rounded once to the dtype of x. An axis of size 1 is summed, too,
-    if the other operand has it with another size.
-    """
+    """x without the axes that the matmul does not read: it takes diagonals and sums."""
     if names == kept:
         return x
     if is_weight(x):
@@ -237,10 +211,7 @@ def _alone(x: Any, names: str, kept: str, equation: str) -> Any:
 
 
 def _refuse_alone(parsed: _Equation, prologue: AbstractPrologue) -> None:
-    """Raise ValueError if `_alone` would change lhs.
-
-    The cast kernel computes the prologue, so there is no array to sum before the cast.
-    """
+    """Raise ValueError if `_alone` would change lhs, which the cast kernel computes."""
     names, kept = parsed.lhs, parsed.lhs_kept
     if names == kept:
         return

@@ -33,16 +33,9 @@ from jaxfp8.numerics._rounding import undifferentiable
 from jaxfp8.numerics._scale import ScaleRule, inverse
 from jaxfp8.plan._kernels import Kernels, check_kernels
 from jaxfp8.prologues._prologue import AbstractPrologue, produce
-from jaxfp8.quantizers._base import check_value_format
+from jaxfp8.quantizers._base import check_bool, check_value_format
 
 # `scaled_matmul`: two QuantizedTensors in, high precision out.
-
-
-class ScaledMatmulOptions(TypedDict, total=False):
-    """Options of `fp8.scaled_matmul`: fields of `MatmulCall`."""
-
-    fast_accumulation: bool
-    out_sharding: jax.sharding.NamedSharding | jax.P | None
 
 
 def scaled_matmul(
@@ -53,7 +46,8 @@ def scaled_matmul(
     preferred_element_type: DType | None = None,
     add_to: Array | None = None,
     kernels: Kernels | None = None,
-    **options: Unpack[ScaledMatmulOptions],
+    fast_accumulation: bool = False,
+    out_sharding: jax.sharding.NamedSharding | jax.P | None = None,
 ) -> Array:
     """`dequantize(lhs) @ dequantize(rhs)`, accumulated in float32.
 
@@ -74,9 +68,6 @@ def scaled_matmul(
         first.
       kernels: the kernels that multiply. `fp8.Kernels("h200")` selects the kernel that is written
         for that chip. By default XLA multiplies, on every chip. See `fp8.Kernels`.
-      **options: `fast_accumulation` and `out_sharding`, see below.
-
-    Options:
       fast_accumulation: let Hopper's tensor cores keep about 14 bits of each partial sum
         (cuBLASLt's fast mode).
       out_sharding: as in `jax.lax.dot_general`, for Explicit meshes.
@@ -103,9 +94,7 @@ def scaled_matmul(
       Array([[50, 1],
              [1, 50]], dtype=bfloat16)
     """
-    check_options("fp8.scaled_matmul", ScaledMatmulOptions, options)
-    if not isinstance(fast := options.get("fast_accumulation", False), bool):
-        raise TypeError(f"fast_accumulation={fast!r} must be True or False.")
+    check_bool("fast_accumulation", fast_accumulation)
     given = check_kernels(kernels)
     validate(lhs, "lhs")
     validate(rhs, "rhs")
@@ -130,7 +119,8 @@ def scaled_matmul(
     call = MatmulCall(
         geometry=geometry,
         out_dtype=check_out_dtype(preferred_element_type),
-        **options,
+        fast_accumulation=fast_accumulation,
+        out_sharding=out_sharding,
     )
     attempts = given.attempts_of_one(lhs, rhs, call, add_to=add_to)
     return multiply(lhs, rhs, call, attempts, add_to=add_to)
@@ -200,10 +190,7 @@ def _check_tiles(lhs: QuantizedTensor, rhs: QuantizedTensor, geometry: Geometry)
 
 
 class CastOptions(TypedDict, total=False):
-    """Options of `fp8.quantize` and `fp8.fake_quantize`; see there.
-
-    The functions take `**options: Unpack[CastOptions]`, so type checkers find a misspelt option.
-    """
+    """Options of `fp8.quantize` and `fp8.fake_quantize`; see there."""
 
     power_of_two: bool
     scale_format: Format | None
@@ -231,8 +218,7 @@ def _of_quantize(arrays: PyTree) -> Exception:
     )
 
 
-_constant = undifferentiable(_of_quantize)
-"""For the arrays of `fp8.quantize`, which has no gradient."""
+_constant = undifferentiable(_of_quantize)  # for the arrays of `fp8.quantize`
 
 
 @overload
@@ -396,11 +382,9 @@ def _checked(given: ArrayLike, granularity: AbstractGranularity, x_shape: tuple[
 
 
 def _concrete(given: ArrayLike) -> list[np.ndarray]:
-    """The values of an array that this process can read. The list is empty for a traced array.
-
-    NumPy reads the values. Inside `jax.jit` or `jax.checkpoint`, JAX traces its own operations even
-    on concrete arrays.
-    """
+    """The values of an array that this process can read; none of a traced array."""
+    # NumPy reads them. Inside `jax.jit` or `jax.checkpoint`, JAX traces its own operations even on
+    # concrete arrays.
     # An object that holds an array, such as an nnx Variable.
     if not isinstance(given, jax.Array) and hasattr(given, "__jax_array__"):
         given = given.__jax_array__()

@@ -13,14 +13,12 @@ from jax import lax
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType, FP8StateError, PyTree
 from jaxfp8.matmul._arrays import QuantizerArrays
-from jaxfp8.matmul._call import NO_VARIATION, AmaxAxes, Call, Places, Variation, amax_axes
+from jaxfp8.matmul._call import AmaxAxes, Call, Places, Varying, amax_axes
 from jaxfp8.matmul._operands import quantize_operand
 from jaxfp8.matmul._options import check_float
-from jaxfp8.matmul._tile_view import View, view_of_weight
+from jaxfp8.matmul._tile_view import view_of_weight
 from jaxfp8.numerics._formats import check_out_dtype
 from jaxfp8.numerics._rounding import undifferentiable
-from jaxfp8.plan._backends import Backends
-from jaxfp8.plan._kernels import Kernels
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import varying_axes
@@ -80,32 +78,6 @@ def find_state(name: str, states: dict[str, MatmulState]) -> MatmulState:
 # The cast of one weight that the model will hold in FP8.
 
 
-def _quantize_weight(
-    w: Array,
-    recipe: Recipe,
-    axes: WeightAxes,
-    *,
-    state: MatmulState | None = None,
-    primary: bool = False,
-    name: str = "w",
-) -> QuantizedWeight:
-    """One weight [...] in FP8, for all matmuls of the recipe; see `fp8.quantize_params`."""
-    return _quantize(w, recipe, axes, axes.stacked, state, primary=primary, name=name)
-
-
-def requantize(
-    weight: QuantizedWeight, w: Array, *, state: MatmulState | None = None, name: str = "w"
-) -> QuantizedWeight:
-    """The weight with new values w [...] of any float dtype, cast as it was.
-
-    The weight may be one layer of a stack.
-    """
-    return _quantize(  # rounded first, as the layers would do
-        w.astype(weight.dtype), weight.recipe, weight.axes, weight.stacked, state,
-        primary=weight.original is None, name=name,
-    )  # fmt: skip
-
-
 def _of_primary(arrays: PyTree) -> Exception:
     (w,) = arrays
     return TypeError(
@@ -115,21 +87,22 @@ def _of_primary(arrays: PyTree) -> Exception:
     )
 
 
-_dropped = undifferentiable(_of_primary)
-"""For a weight of which only the FP8 copies are left."""
+_dropped = undifferentiable(_of_primary)  # for a weight of which only the FP8 copies are left
 
 
-def _quantize(
+def _quantize_weight(
     w: Array,
     recipe: Recipe,
     axes: WeightAxes,
-    stacked: int,
-    state: MatmulState | None,
     *,
-    primary: bool,
-    name: str,
+    stacked: int | None = None,
+    state: MatmulState | None = None,
+    primary: bool = False,
+    name: str = "w",
 ) -> QuantizedWeight:
+    """One weight [...] in FP8, for all matmuls of the recipe; see `fp8.quantize_params`."""
     w = check_float(name, w)
+    stacked = axes.stacked if stacked is None else stacked
     if w.ndim <= stacked:
         raise ValueError(
             f"{name} {list(w.shape)} has no axes besides the {stacked} stacked ones. Lower "
@@ -145,6 +118,16 @@ def _quantize(
     # The gradient flows to the original, and not through the cast.
     weight = cast(*lax.stop_gradient((w, state)))
     return weight if primary else dataclasses.replace(weight, original=w)
+
+
+def requantize(
+    weight: QuantizedWeight, w: Array, *, state: MatmulState | None = None, name: str = "w"
+) -> QuantizedWeight:
+    """The weight, or a layer of a stack, with new values w [...] of any float dtype."""
+    return _quantize_weight(  # rounded first, as the layers would do
+        w.astype(weight.dtype), weight.recipe, weight.axes, stacked=weight.stacked, state=state,
+        primary=weight.original is None, name=name,
+    )  # fmt: skip
 
 
 def _cast(
@@ -164,28 +147,30 @@ def _cast(
     # It raises an error for recipes that need the weight itself.
     plan_weight_casts(recipe, view.geometry)
     across = amax_axes(recipe, axes.reduce_axes, None)
-    where = view.places(Places(Place(), where, Place())).w
-    call = _call(recipe, view, where, across, own)
+    call = Call(
+        recipe=recipe, geometry=view.geometry, out_dtype=w.dtype, collected=own is not None,
+        settled=own is not None and own.settled, amax_axes=across,
+        places=view.places(Places(w=where)), varying=_varying(w, where, across, recipe, name),
+    )  # fmt: skip
     arrays = QuantizerArrays()
     if own is not None:
         known = known_scales(own) if own.probe is None else own.probe.known
         arrays = QuantizerArrays(known, zero_ledgers(own))
-    variation = _variation(w, where, across, recipe, name)
-    cast = quantize_operand(call, "w", view.weight(w), arrays, variation)
+    cast = quantize_operand(call, "w", view.of_w(w), arrays)
     copies: dict[int, QuantizedTensor] = {}  # two matmuls may read one copy
     for operand in cast.now.values():
         assert isinstance(operand, QuantizedTensor)
         copies[id(operand)] = operand
     seen = [cast.seen[key] for key in sorted(cast.seen)]
     return QuantizedWeight(
-        values=tuple(view.weight_again(each.values, w) for each in copies.values()),
+        values=tuple(view.of_w.undo(each.values, w) for each in copies.values()),
         scales=tuple(each.scale for each in copies.values()),
         amaxes=jnp.stack(seen) if seen else None,
         original=None,
         recipe=recipe,
         axes=axes,
         dtype=w.dtype,
-        scale_axes=tuple(_scale_axes(each, view.weight_axes(w.ndim)) for each in copies.values()),
+        scale_axes=tuple(_scale_axes(each, view.of_w.first_axes) for each in copies.values()),
     )
 
 
@@ -197,24 +182,10 @@ def _scale_axes(copy: QuantizedTensor, axes: tuple[int | None, ...]) -> tuple[in
     return tuple(axis if many else None for axis, many in zip(axes, cells, strict=True))
 
 
-def _call(
-    recipe: Recipe, view: View, where: Place, across: AmaxAxes, own: MatmulState | None
-) -> Call:
-    """A call that only casts a weight."""
-    none: Any = None
-    return Call(
-        recipe=recipe, geometry=view.geometry, out_dtype=none, precision=none,
-        fast_accumulation=False, out_sharding=none, collected=own is not None,
-        in_gradient_channel=False, settled=own is not None and own.settled, amax_axes=across,
-        places=Places(Place(), where, Place()), kernels=Kernels(), backends=Backends(),
-        prologue=None, save_original=(), watched=None,
-    )  # fmt: skip
-
-
-def _variation(w: Array, where: Place, across: AmaxAxes, recipe: Recipe, name: str) -> Variation:
+def _varying(w: Array, where: Place, across: AmaxAxes, recipe: Recipe, name: str) -> Varying:
     """The mesh axes over which the weight varies inside `jax.shard_map`."""
     if not across.manual:
-        return NO_VARIATION
+        return Varying()
     axes = varying_axes(w) - where.manual_axes
     if axes and "w" in recipe.tensors_in_rows:
         raise ValueError(
@@ -223,10 +194,8 @@ def _variation(w: Array, where: Place, across: AmaxAxes, recipe: Recipe, name: s
             "rows. Call quantize_params outside of shard_map, or name the split in "
             "WeightAxes(shard=...)."
         )
-    none: frozenset[str] = frozenset()
     # Axes that are not named hold apart stages or experts, as where x varies over them, too.
-    x = none if across.named is None else axes
-    return Variation(x, axes, none, none, across.named, batched=False)
+    return Varying(frozenset() if across.named is None else axes, axes)
 
 
 # `quantize_params`: the weights of a model in FP8, cast once for all matmuls that read them.

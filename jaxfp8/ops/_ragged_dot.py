@@ -9,8 +9,7 @@ import numpy as np
 from jaxfp8._typing import Array, ArrayLike, DType
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.matmul._arrays import Arrays, QuantizerArrays, Rows
-from jaxfp8.matmul._given import check_bias
-from jaxfp8.matmul._grouped_call import GroupedCall, bias_of_rows
+from jaxfp8.matmul._given import add_bias_of_rows, check_bias, prepare_groups
 from jaxfp8.matmul._options import (
     UnshardedOptions,
     as_array,
@@ -116,7 +115,9 @@ def ragged_dot(
     References:
       DeepSeek-V3, arXiv:2412.19437, section 3.3; DeepGEMM, m-grouped and k-grouped matmuls.
     """
-    how = read_options("fp8.ragged_dot", RaggedDotOptions, options)
+    how = read_options(
+        "fp8.ragged_dot", RaggedDotOptions, options, precision, preferred_element_type
+    )
     check_high_precision("fp8.ragged_dot", rhs=rhs)
     if how.key is not None:
         check_key(how.key)
@@ -125,19 +126,15 @@ def ragged_dot(
     is_empty = not x.shape[0]
     if is_empty:  # one row that belongs to no group, so that state leaves as ever
         x = vary_as(jnp.zeros((1, x.shape[1]), x.dtype), x)
-    grouped = GroupedCall.of(
-        x, w, how, recipe=recipe, state=state, tokens=x.shape[0], precision=precision,
-        preferred_element_type=preferred_element_type,
-    )  # fmt: skip
-    experts, _, n = w.shape
-    bias = None if how.bias is None else check_bias(how.bias, (experts, n))
+    call, quantizers, tile = prepare_groups(how, recipe, state, x, w, tokens=x.shape[0])
+    bias = check_bias(how.bias, (w.shape[0], w.shape[2]))
 
     def multiply(
         x: Array, w: Array, sizes: Array, quantizers: QuantizerArrays, bias: Array | None
     ) -> Array:
-        rows = Rows(Groups.of(sizes, tokens=x.shape[0], tile=grouped.tile))
-        y = three_matmuls(grouped.call, Arrays(x, w, None, None, quantizers, rows=rows))
-        return y if bias is None else y + bias_of_rows(bias, sizes, y)
+        rows = Rows(Groups.of(sizes, tokens=x.shape[0], tile=tile))
+        y = three_matmuls(call, Arrays(x, w, quantizers=quantizers, rows=rows))
+        return add_bias_of_rows(y, bias, sizes)
 
     if any(map(is_explicit, (x, w, sizes))):
         # Rows of a group lie on any devices, and no type can say on which.
@@ -148,7 +145,7 @@ def ragged_dot(
         raise ValueError(
             f"out_sharding={how.out_sharding} needs operands in an Explicit mesh. Leave it out."
         )
-    y = multiply(x, w, sizes, grouped.quantizers, bias)
+    y = multiply(x, w, sizes, quantizers, bias)
     return y[:0] if is_empty else y
 
 
@@ -169,11 +166,7 @@ def _sharding(x: Array, w: Array, sizes: Array) -> jax.NamedSharding:
 
 
 def _check_group_sizes(x: Array, w: Array, given: ArrayLike) -> Array:
-    """The sizes of the groups as i32[E], if they fit rows x [T, K] and matrices w [E, K, N].
-
-    Values that can be read are checked exactly, in integers of any size. Those of wider dtypes are
-    limited to T before they become int32, so that no large size wraps around.
-    """
+    """The sizes of the groups as i32[E], if they fit rows x [T, K] and matrices w [E, K, N]."""
     _check_shapes(x, w)
     readable = _readable(given)
     if readable is not None and readable.shape == w.shape[:1]:
@@ -190,6 +183,7 @@ def _check_group_sizes(x: Array, w: Array, given: ArrayLike) -> Array:
             f"group_sizes has shape {list(sizes.shape)}, but rhs {list(w.shape)} has "
             f"{w.shape[0]} groups. Pass one size for each."
         )
+    # A size is limited to T before it becomes int32, so that no large one wraps around.
     wide = jnp.iinfo(sizes.dtype).max > jnp.iinfo(jnp.int32).max
     return (jnp.clip(sizes, 0, x.shape[0]) if wide else sizes).astype(jnp.int32)
 
