@@ -350,9 +350,9 @@ def skip_slow(
       >>> up = FP8Dense(14336, recipe=rule("up", (8192, 4096, 14336), recipe), kernels=h200)
       skip_slow: up [8192, 4096] @ [4096, 14336]: current estimated 1.719x on h200, kept
       >>> gate = FP8Dense(64, recipe=rule("gate", (8192, 4096, 64), recipe))
-      skip_slow: gate [8192, 4096] @ [4096, 64]: current estimated 0.631x on h200, below 1: identity
+      skip_slow: gate [8192, 4096] @ [4096, 64]: current estimated 0.517x on h200, below 1: identity
       >>> gate.recipe.name
-      'identity (skip_slow: current 0.631x on h200)'
+      'identity (skip_slow: current 0.517x on h200)'
 
     References:
       `fp8.plan.roofline`; torchao, `_auto_filter_for_recipe`, a filter by fixed shapes.
