@@ -3,14 +3,16 @@
 `plan/` decides which backends are tried, and in which order. Here they are only names.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import enum
 import functools
 import importlib
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 from jax import lax
@@ -90,6 +92,34 @@ Attempt: TypeAlias = tuple[str, Mapping[str, Any]]
 """The name of a backend, and the extra arguments that it gets."""
 
 
+class Dispatched(NamedTuple):
+    """The attempt that did a case, and the reasons of backends that could not."""
+
+    attempt: str | Attempt
+    refusals: Mapping[str, str]
+
+    @property
+    def backend(self) -> str:
+        """The name of the backend that did the case."""
+        return self.attempt if isinstance(self.attempt, str) else self.attempt[0]
+
+
+_RECORD: contextvars.ContextVar[list[Dispatched] | None] = contextvars.ContextVar(
+    "jaxfp8 dispatched", default=None
+)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Dispatched]]:
+    """The list of what is dispatched in this context, where it is traced. It is not logged."""
+    record: list[Dispatched] = []
+    token = _RECORD.set(record)
+    try:
+        yield record
+    finally:
+        _RECORD.reset(token)
+
+
 def dispatch(
     operation: str,
     backends: Mapping[str, Callable[..., Any]],
@@ -111,15 +141,18 @@ def dispatch(
       *args: for the backend.
       **kwargs: for the backend.
     """
-    attempts = tuple(attempts)
+    attempts, record = tuple(attempts), _RECORD.get()
     reasons: list[tuple[str, NotImplementedError]] = []
     for attempt in attempts:
         name, told = (attempt, {}) if isinstance(attempt, str) else attempt
         try:
-            return _backend(operation, backends, name)(*args, **kwargs, **told)
+            result = _backend(operation, backends, name)(*args, **kwargs, **told)
+            if record is not None:
+                record.append(Dispatched(attempt, {by: str(reason) for by, reason in reasons}))
+            return result
         except NotImplementedError as reason:
             reasons.append((name, reason))
-            if len(attempts) > 1:
+            if len(attempts) > 1 and record is None:
                 _say(f"{operation}: {name} cannot do a case, another backend does it: {reason}")
     if len(reasons) == 1:
         raise reasons[0][1]

@@ -5,4 +5,4 @@ from jaxfp8.plan._autotune import autotune as autotune
 from jaxfp8.plan._choices import Choice as Choice
 from jaxfp8.plan._choices import Choices as Choices
 from jaxfp8.plan._roofline import roofline as roofline
-from jaxfp8.plan._rules import skip_slow as skip_slow
+from jaxfp8.plan._roofline import skip_slow as skip_slow

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib.metadata
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -77,7 +77,8 @@ def autotune(step: Callable[..., PyTree], *arguments: Any, kernels: Kernels) -> 
     if isinstance(given.timings, Timings):
         found = given.timings.merged(found)
     seen = _Recorder()
-    jax.eval_shape(functools.partial(step, dataclasses.replace(given, timings=seen)), *arguments)
+    recording = dataclasses.replace(given, timings=cast(Timings, seen))
+    jax.eval_shape(functools.partial(step, recording), *arguments)
     if not seen.matmuls:
         raise ValueError(
             "no FP8 matmul of the step took `kernels`. Pass it to layers and ops as "

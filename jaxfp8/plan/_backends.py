@@ -18,9 +18,17 @@ from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
 from jaxfp8.kernels.quantize._api import CASTS
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.numerics._granularity import AbstractGranularity
-from jaxfp8.plan._cast_costs import Casts, cast_cost, has_known_cost
-from jaxfp8.plan._costs import Shape, Sides, matmul_cost, route_of, sides_of, stream_cost
-from jaxfp8.plan._peaks import PEAKS
+from jaxfp8.plan._costs import (
+    MATMULS,
+    PEAKS,
+    Shape,
+    Sides,
+    cast_cost,
+    has_known_cost,
+    matmul_cost,
+    route_of,
+    sides_of,
+)
 from jaxfp8.recipes._recipe import Recipe
 
 XLA = ("xla",)
@@ -37,6 +45,20 @@ class Backends(NamedTuple):
     g: tuple[str, ...] = XLA
 
 
+def check_shape(shape: object) -> Shape:
+    """Raise ValueError unless it is three positive integers."""
+    if not (
+        isinstance(shape, tuple)
+        and len(shape) == 3
+        and all(type(size) is int and size > 0 for size in shape)
+    ):
+        raise ValueError(
+            f"shape={shape!r} must be three positive integers (M, K, N): tokens, features in and "
+            "features out on one device. Write for instance shape=(8192, 4096, 4096)."
+        )
+    return shape
+
+
 def matmul_sizes(shape: Shape) -> dict[Matmul, Shape]:
     """The sizes (M, K, N) of each of the three matmuls of a layer (M, K, N)."""
     m, k, n = shape
@@ -47,12 +69,6 @@ def value_counts(shape: Shape) -> dict[Tensor, int]:
     """The number of values of x, w and g."""
     m, k, n = shape
     return {"x": m * k, "w": k * n, "g": m * n}
-
-
-def row_counts(shape: Shape) -> dict[Tensor, int]:
-    """The number of rows of x, w and g."""
-    m, k, _ = shape
-    return {"x": m, "w": k, "g": m}
 
 
 _OF_BLACKWELL = 32
@@ -73,79 +89,58 @@ def _kernels_for(sides: Sides, chip: Chip) -> tuple[str, ...]:
     return tuple(n for n in kernels if fits or BACKENDS[n].route is not Route.BLOCK_SCALED)
 
 
-def matmul_seconds(sides: Sides, chip: str, size: Shape, tile: int | None) -> dict[str, float]:
+def matmul_seconds(sides: Sides, chip: str | None, size: Shape) -> dict[str, float]:
     """Estimated seconds of a matmul, for each backend of a chip.
 
     The result is empty if the chip has no figures, or if a size is symbolic.
     """
-    described = chip_named(chip)
     if chip not in PEAKS or not _known(size):
         return {}
+    peak, described = PEAKS[chip], chip_named(chip)
     return {
-        name: matmul_cost(sides, name, described, PEAKS[chip], size, tile).seconds
+        name: matmul_cost(peak, route_of(sides, name, described, size), size, sides).seconds
         for name in (*_kernels_for(sides, described), "xla")
     }
-
-
-def cast_seconds(
-    recipe: Recipe, tensor: Tensor, chip: str, shape: Shape, routes: Mapping[Matmul, Route]
-) -> dict[str, float]:
-    """Estimated seconds of the casts of a tensor, for each backend of a chip.
-
-    The result is empty if nothing is cast, if a size is symbolic, or if the cost is not known.
-    """
-    quantizers = [quantizer for _, quantizer in recipe.uses(tensor)]
-    casts = [q for q in quantizers if q.value_format is not None]
-    if chip not in PEAKS or not _known(shape) or not casts:
-        return {}
-    if not all(map(has_known_cost, quantizers)):
-        return {}
-    described = chip_named(chip)
-    values, rows = value_counts(shape)[tensor], row_counts(shape)[tensor]
-    whole = Casts(recipe, tensor, values, rows, routes, described, PEAKS[chip])
-    return {
-        name: cast_cost(name, whole).seconds
-        for name in _casting_backends(described, [q.granularity for q in casts])
-    }
-
-
-def copy_seconds(
-    granularities: tuple[AbstractGranularity, ...], chip: str, values: int
-) -> dict[str, float]:
-    """Estimated seconds of a cast without a recipe, for each backend of a chip.
-
-    The cost of the operations that read the copies is not counted.
-    """
-    if chip not in PEAKS or not _known((values,)):
-        return {}
-    peak, copies = PEAKS[chip], len(granularities)
-    # XLA reads bfloat16 (2 bytes) once for each amax, and once more for the cast of all copies.
-    # Each copy is written as 1 byte. The kernel finds amaxes in the pass in which it casts.
-    by_xla = stream_cost(
-        peak, (2 + 2 * copies + copies) * values, kernels=1 + copies, in_tiles=True
-    )
-    by_kernel = stream_cost(peak, (2 + copies) * values, by_pallas=True)
-    return {
-        name: (by_xla if name == "xla" else by_kernel).seconds
-        for name in _casting_backends(chip_named(chip), granularities)
-    }
-
-
-def _casting_backends(chip: Chip, granularities: Iterable[AbstractGranularity]) -> tuple[str, ...]:
-    """The backends of casts that are estimated for a chip.
-
-    Kernels are for tiles. With scales of whole tensors and of rows, XLA fuses a cast
-    with the operation that makes the tensor. So XLA casts.
-    """
-    if not all(granularity.in_tiles for granularity in granularities):
-        return XLA
-    return (*(name for name in kernels_of(chip, CASTS) if CASTS[name].estimated), *XLA)
 
 
 def faster_than_xla(seconds: Mapping[str, float]) -> tuple[str, ...]:
     """Names of backends that are estimated to be faster than XLA's, fastest first, then XLA's."""
     faster = {name: s for name, s in seconds.items() if name != "xla" and s < seconds["xla"]}
     return (*(name for name, _ in sorted(faster.items(), key=operator.itemgetter(1))), "xla")
+
+
+def casting_backends(
+    chip: str | None, granularities: Iterable[AbstractGranularity], *sizes: int
+) -> tuple[str, ...]:
+    """Names of backends of the casts of one tensor, best first.
+
+    Kernels are for tiles. They read the tensor once. XLA reads it twice or more, and is estimated
+    to be slower at every size (`cast_cost`; on an H200 it was, by 2 to 12 times). With scales of
+    whole tensors and of rows, XLA fuses a cast with the operation that makes the tensor.
+    """
+    tiles = [granularity.in_tiles for granularity in granularities]
+    if chip not in PEAKS or not tiles or not all(tiles) or not _known(sizes):
+        return XLA
+    return (*(name for name in kernels_of(chip_named(chip), CASTS) if CASTS[name].estimated), *XLA)
+
+
+def _granularities(recipe: Recipe, tensor: Tensor) -> list[AbstractGranularity]:
+    """Those of the FP8 copies of a tensor. Empty if the cost of a quantizer is not known."""
+    quantizers = [quantizer for _, quantizer in recipe.uses(tensor)]
+    known = all(map(has_known_cost, quantizers))
+    return [q.granularity for q in quantizers if q.value_format is not None and known]
+
+
+def cast_seconds(
+    recipe: Recipe, tensor: Tensor, chip: str | None, shape: Shape, routes: Mapping[Matmul, Route]
+) -> dict[str, float]:
+    """Estimated seconds of the casts of a tensor, for each backend of a chip; empty if unknown."""
+    granularities = _granularities(recipe, tensor)
+    if chip not in PEAKS or not granularities:
+        return {}
+    of_tensor = recipe, tensor, value_counts(shape)[tensor], routes, chip_named(chip)
+    names = casting_backends(chip, granularities)
+    return {name: cast_cost(name, *of_tensor).seconds for name in names}
 
 
 # Every matmul asks at every trace. A model has many layers, and few recipes and shapes.
@@ -159,21 +154,13 @@ def backends_for(
     XLA's backends run, for every chip.
     """
     chosen: dict[str, tuple[str, ...]] = {}
-    routes: dict[Matmul, Route] = {}
     for name, size in matmul_sizes(shape).items():
-        sides = sides_of(getattr(recipe, name))
-        if matmuls is not None:
-            chosen[name] = (matmuls,)
-        elif chip is not None:
-            chosen[name] = faster_than_xla(matmul_seconds(sides, chip, size, recipe.tile))
-        if chip is not None:  # what a cast costs depends on the route of the matmuls that read it
-            first = chosen[name][0]
-            routes[name] = route_of(sides, first, chip_named(chip), size)
+        seconds = matmul_seconds(sides_of(getattr(recipe, name)), chip, size)
+        chosen[name] = faster_than_xla(seconds) if matmuls is None else (matmuls,)
     for tensor in value_counts(shape):
+        chosen[tensor] = casting_backends(chip, _granularities(recipe, tensor), *shape)
         if casts is not None:
             chosen[tensor] = (casts,)
-        elif chip is not None:
-            chosen[tensor] = faster_than_xla(cast_seconds(recipe, tensor, chip, shape, routes))
     return Backends(**chosen)
 
 
@@ -220,22 +207,15 @@ def grouped_backends(
     tiles, and estimates choose what multiplies one.
     """
     tokens, k, n = shape
-    chosen: dict[str, tuple[str, ...]] = {}
-    kernels = () if chip is None else kernels_of(chip_named(chip), grouped_matmul.BACKENDS)
     rows = tile_rows(tokens, groups, recipe.whole_tiles) if tokens and groups else 1
-    for name, size in matmul_sizes((rows, k, n)).items():
-        operands = getattr(recipe, name)
-        if matmuls is not None:
-            chosen[name] = (matmuls,)
-        elif kernels and operands.in_fp8:
-            chosen[name] = (*kernels, *XLA)
-        elif chip is not None and not kernels:
-            seconds = matmul_seconds(sides_of(operands), chip, size, recipe.tile)
-            chosen[name] = faster_than_xla(
-                {by: s for by, s in seconds.items() if by in grouped_matmul.BACKENDS}
-            )
-        else:
-            chosen[name] = XLA
-    by = chosen["fprop"][0] if chosen["fprop"][0] in kernels else None
-    dense = backends_for(chip, casts, by, recipe, shape)
-    return dense._replace(**chosen)
+    found = backends_for(chip, casts, matmuls, recipe, (rows, k, n))
+    if chip is None or matmuls is not None:
+        return found
+    kernels = kernels_of(chip_named(chip), grouped_matmul.BACKENDS)
+    chosen = {
+        name: (*kernels, *XLA)
+        if kernels and getattr(recipe, name).in_fp8
+        else tuple(by for by in getattr(found, name) if by in grouped_matmul.BACKENDS)
+        for name in MATMULS
+    }
+    return found._replace(**chosen)

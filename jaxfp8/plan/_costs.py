@@ -1,84 +1,80 @@
-"""What a matmul costs, and by which route a backend computes it.
+"""Figures of chips, and what a matmul and a cast cost on one of them.
 
-A kernel takes max(operations / peak, bytes / bandwidth), plus the time of a launch. Of what this
-project measured on an H200 (docs/when-fp8-pays.md), only the rates of tiles of 32 are used.
-`_peaks.py` has the figures of chips. `route_of` chooses the route of a matmul. `_cast_costs.py` has
-the cost of casts.
+`kernel` is the only function of seconds: max(operations / rate, bytes / bandwidth), and launches. A
+matmul is one kernel, and some routes add a pass. A cast is passes over its tensor, of some bytes a
+value. Scales and padding are not counted, nor what XLA does differently with small arrays.
 
-Letters: M, K, N are the sizes of one matmul [M, K] @ [K, N]. T is the size of a tile along K.
+Letters: M, K, N are the sizes of one matmul [M, K] @ [K, N].
 """
 
 import dataclasses
+import functools
 import math
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
-from jaxfp8._quantized_tensor import QuantizedTensor
-from jaxfp8._typing import Matmul
+from jaxfp8._geometry import TrainingGeometry
+from jaxfp8._typing import Matmul, Tensor
 from jaxfp8.kernels._dispatch import Chip, Route
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
-from jaxfp8.numerics._formats import E8M0
 from jaxfp8.numerics._granularity import AbstractGranularity
-from jaxfp8.plan._peaks import Peak
 from jaxfp8.quantizers._base import AbstractQuantizer
-from jaxfp8.recipes._recipe import Operands
+from jaxfp8.quantizers._kinds import Current, Delayed, Identity, Static
+from jaxfp8.recipes._recipe import Operands, Recipe, plan_casts
 
 Shape: TypeAlias = tuple[int, int, int]
 
 MATMULS: tuple[Matmul, ...] = ("fprop", "dgrad", "wgrad")
 
-
-def check_shape(shape: object) -> Shape:
-    """Raise ValueError unless it is three positive integers."""
-    if not (
-        isinstance(shape, tuple)
-        and len(shape) == 3
-        and all(type(size) is int and size > 0 for size in shape)
-    ):
-        raise ValueError(
-            f"shape={shape!r} must be three positive integers (M, K, N): tokens, features in and "
-            "features out on one device. Write for instance shape=(8192, 4096, 4096)."
-        )
-    return shape
+# Figures of chips, and the shares of them that kernels attain.
 
 
-# How long kernels take at best: what they attain, and the cost of a matmul by each route.
+class Peak(NamedTuple):
+    """What a chip can do at most, by its data sheet, without sparsity.
+
+    Attributes:
+      bf16: operations/s of bfloat16 matmuls.
+      fp8: operations/s of FP8 matmuls; None without FP8 units.
+      bandwidth: bytes/s of device memory.
+    """
+
+    bf16: float
+    fp8: float | None
+    bandwidth: float
+
+
+# From NVIDIA's data sheets. If a data sheet gives a figure with sparsity, half of it is used.
+PEAKS = {
+    "a100": Peak(bf16=312e12, fp8=None, bandwidth=2.039e12),  # 80GB SXM
+    "l4": Peak(bf16=121e12, fp8=242.5e12, bandwidth=0.3e12),
+    "l40s": Peak(bf16=362e12, fp8=733e12, bandwidth=0.864e12),
+    "h100": Peak(bf16=989.5e12, fp8=1979e12, bandwidth=3.35e12),  # SXM
+    "h200": Peak(bf16=989.5e12, fp8=1979e12, bandwidth=4.8e12),
+    "b200": Peak(bf16=2.25e15, fp8=4.5e15, bandwidth=8e12),  # an eighth of a DGX B200
+}
 
 # The share of the peak that a matmul attains. torchao found it for large matmuls on an H100
-# (torchao/testing/training/roofline_utils.py). Published cuBLAS figures are between 0.59 (FBGEMM,
-# bf16, 8192^3) and 0.81. The same share holds for bf16 and FP8, so it hardly changes a ratio.
+# (torchao/testing/training/roofline_utils.py). An H200 attained 0.86 in bfloat16
+# (docs/when-fp8-pays.md).
 _ATTAINED_PEAK = 0.78
 # The share of HBM's bandwidth that elementwise kernels attain on large arrays (torchao, the same
-# file). The cast benchmarks of torchao attain 85 to 94 %.
+# file).
 _ATTAINED_BANDWIDTH = 0.92
-# Another factor, for the Pallas kernels of this library. It is an assumption that was made before
-# they were timed. An H200 measured 0.79 for fprop of tiles, and 0.53 to 0.58 for wgrad. A similar
-# kernel in CUDA needs no such factor. DeepGEMM attains up to 1550 of 1979 TFLOP/s on an H800 (its
-# README), which is 0.78.
-_UNTIMED = 0.75
-# Seconds that a kernel of one element takes on an H100 (torchao, the same file,
-# KERNEL_LAUNCH_OVERHEAD_SEC).
+# Another factor, for the Pallas kernels of this library. It was assumed before they were timed. An
+# H200 measured 0.79 for fprop of tiles of 128, and 0.53 to 0.58 for wgrad.
+_OF_OTHERS = 0.75
+# Seconds that a kernel of one element takes on an H100 (torchao, the same file).
 LAUNCH = 2e-6
-# Bytes/s at which XLA quantizes tiles. The only published figure is about 1 TB/s on a GB200, whose
-# memory has 8 TB/s (marin-community/marin issue 7282, MX). So memory is not the limit. The figure
-# is used for every chip as a rate, not as a share of bandwidth.
+# Bytes/s at which XLA quantizes tiles, on every chip: about 1 TB/s on a GB200, whose memory has 8
+# TB/s (marin-community/marin issue 7282, MX). So memory is not the limit.
 _XLA_TILE_RATE = 1e12
-# Bytes for each E8M0 scale that XLA converts for a kernel that reads float32. 1 is read, and 4 are
-# written.
-_CONVERTED = 5
-# What Hopper's Pallas matmul reaches with tiles of 32, as a share of bfloat16's rate, measured on
-# an H200 (benchmarks/gpu/results/h200.json, 8192 cubed). Key: whether the tiles of the right
-# operand are squares. Every sum of 32 products is scaled in float32. That keeps the float32 lanes
-# busier than the tensor cores. (By the rates of both, 0.67 and 1.6 would be possible.)
+# What Hopper's Pallas matmul reaches with tiles of less than 128 values, as a share of bfloat16's
+# rate. Key: whether the tiles of the right operand are squares. An H200 measured it with tiles of
+# 32 (benchmarks/gpu/results/h200.json, 8192 cubed). Every sum of 32 products is scaled in float32,
+# which keeps the float32 lanes busier than the tensor cores.
 _OF_BF16 = {False: 0.38, True: 0.69}
-# Limits of the Pallas matmul for Hopper. It steps along K by 128. It copies boxes of 8 rows. It
-# reads E8M0 scales of rhs as bytes if lhs has at most 128 rows.
-WHOLE_TILE = 128
-BOX = 8
-_FEW_ROWS = 128
-# cuBLASLt multiplies FP8 if all axes are multiples of 16 (cuBLAS documentation). XLA pads other
-# axes and slices the result.
-_ALIGNMENT = 16
-_ALIGNMENT_OF_BF16 = 8
+# That matmul steps along K by 128. XLA copies other operands to whole steps first.
+_STEP = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,185 +101,47 @@ class Cost:
         return Cost(round(self.bytes * number), round(self.flops * number), self.seconds * number)
 
 
-def stream_cost(
-    peak: Peak, moved: float, *, kernels: int = 1, in_tiles: bool = False, by_pallas: bool = False
-) -> Cost:
-    """The cost of elementwise kernels and reductions that read and write `moved` bytes.
+def kernel(
+    peak: Peak, moved: float, flops: int = 0, rate: float = math.inf, *, launches: int = 1,
+    at_most: float = math.inf, share: float = 1.0,
+) -> Cost:  # fmt: skip
+    """The cost of kernels that move some bytes, and do `flops` at a `rate` of a data sheet.
 
-    Args:
-      peak: data-sheet figures of the chip.
-      moved: bytes that are read and written.
-      kernels: number of launches.
-      in_tiles: whether XLA quantizes tiles, which limits its rate.
-      by_pallas: whether the kernels are Pallas kernels of this library.
+    `at_most` bounds the bytes/s. `share` is the share of both rates that these kernels attain.
     """
-    rate = peak.bandwidth * _ATTAINED_BANDWIDTH
-    rate = min(rate, _XLA_TILE_RATE) if in_tiles else rate
-    rate *= _UNTIMED if by_pallas else 1
-    return Cost(bytes=round(moved), seconds=moved / rate + kernels * LAUNCH)
+    bandwidth = min(peak.bandwidth * _ATTAINED_BANDWIDTH, at_most)
+    busy = max(flops / (rate * _ATTAINED_PEAK), moved / bandwidth) / share
+    return Cost(round(moved), flops, busy + launches * LAUNCH)
 
 
-def gemm_cost(
-    peak: Peak, m: int, k: int, n: int, *, fp8: bool = False, by_triton: bool = False
-) -> Cost:
-    """The cost of one matmul [M, K] @ [K, N].
-
-    Each operand is read once, with 2 bytes a value, or 1 in FP8. The result is written with 2 bytes
-    a value. If Triton's matmul is split along K, its float32 sums are written and read besides.
-    """
-    moved = (m * k + k * n) * (1 if fp8 else 2) + 2 * m * n
-    flops = 2 * m * k * n
-    operations = peak.fp8 if fp8 else peak.bf16
-    assert operations is not None, "the chip has no FP8 units, but this route needs them"
-    busy = max(
-        flops / (operations * _ATTAINED_PEAK), moved / (peak.bandwidth * _ATTAINED_BANDWIDTH)
-    )
-    cost = Cost(bytes=moved, flops=flops, seconds=busy + LAUNCH)
-    parts = peak.split_k.parts(m, k, n) if by_triton and peak.split_k else 1
-    return cost + stream_cost(peak, 2 * 4 * parts * m * n) if parts > 1 else cost
-
-
-def _matmul(
-    peak: Peak,
-    route: Route,
-    m: int,
-    k: int,
-    n: int,
-    *,
-    tile: int | None = None,
-    square: bool = False,
-    in_bytes: bool = False,
-    by_triton: bool = False,
-) -> Cost:
-    """The cost of [M, K] @ [K, N] by a route, with all passes over operands and result.
-
-    Operands in tiles have tiles of T along K, `tile`. `square`: tiles of the right operand are
-    T x T. `in_bytes`: scales are E8M0. `by_triton`: XLA multiplies bfloat16 by Triton, not by
-    cuBLASLt.
-    """
-    if route is Route.HOPPER_PALLAS:
-        return _by_hopper(peak, m, k, n, tile, square=square, in_bytes=in_bytes)
-    if route is Route.TILE_BY_TILE:
-        return _tile_by_tile(peak, m, k, n, tile or k)
-    multiple = _ALIGNMENT if route.in_fp8 else 1 if by_triton else _ALIGNMENT_OF_BF16
-    wide = [padded_size(size, multiple) for size in (m, k, n)]
-    cost = gemm_cost(peak, *wide, fp8=route.in_fp8, by_triton=by_triton and not route.in_fp8)
-    if route is Route.BLOCK_SCALED:
-        # Each tile 1x32 has a scale of 1 byte, which is moved 4 times. The cast writes it. One
-        # kernel reads it and writes it in the order of the hardware. The matmul reads it.
-        cost += stream_cost(peak, 4 * (m * k + k * n) / 32, kernels=2)
-    if route is Route.BLOCK_SCALED or not route.in_fp8:
-        # `_cast_costs.py` has the padding for other matmuls.
-        cost += _padded_operand(peak, route, m, k, multiple)
-        cost += _padded_operand(peak, route, k, n, multiple)
-    by_rows = route in (Route.FP8_ROWS, Route.DEQUANTIZED_ROWS)
-    if by_rows or m * n != wide[0] * wide[2]:
-        # One pass scales the result in float32, and slices it. It reads and writes bfloat16.
-        cost += stream_cost(peak, 2 * (wide[0] * wide[2] + m * n))
-    return cost
-
-
-def _padded_operand(peak: Peak, route: Route, rows: int, columns: int, multiple: int) -> Cost:
-    """The cost of padding an operand."""
-    before, after = rows * columns, padded_size(rows, multiple) * padded_size(columns, multiple)
-    if before == after:
-        return Cost()
-    size = 1 if route.in_fp8 else 2
-    if not route.in_fp8 and after == padded_size(rows) * padded_size(columns):
-        # Other matmuls read the operand in FP8. The kernel that casts and pads it pads this one.
-        return stream_cost(peak, size * after, kernels=0)
-    return stream_cost(peak, size * (before + after))
-
-
-def padded_size(size: int, multiple: int = _ALIGNMENT) -> int:
-    """The size to which XLA pads an axis of an FP8 matmul."""
-    return -(-size // multiple) * multiple
-
-
-def _by_hopper(
-    peak: Peak, m: int, k: int, n: int, tile: int | None, *, square: bool, in_bytes: bool
-) -> Cost:
-    """The cost of Hopper's kernel (`kernels/scaled_matmul/hopper/`) and of converted scales."""
-    wide = padded_size(m, BOX), padded_size(k, WHOLE_TILE), padded_size(n)
-    best = gemm_cost(peak, *wide, fp8=True)
-    busy = (best.seconds - LAUNCH) / _UNTIMED
-    side = tile or k
-    if side < WHOLE_TILE:
-        busy = max(busy, best.flops / (_OF_BF16[square] * peak.bf16 * _ATTAINED_PEAK))
-    scales = m * k // side, k * n // (side * side if square else side)
-    # With tiles 1x32 the kernel reads E8M0 scales of lhs as bytes. It reads those of rhs as bytes
-    # if lhs has few rows. XLA converts all other E8M0 scales to float32 first.
-    small = in_bytes and side % WHOLE_TILE > 0
-    as_bytes = small, small and not square and m <= _FEW_ROWS
-    read = sum(n if is_byte else 4 * n for n, is_byte in zip(scales, as_bytes, strict=True))
-    cost = Cost(best.bytes + read, best.flops, busy + LAUNCH)
-    for number, is_byte in zip(scales, as_bytes, strict=True):
-        if in_bytes and not is_byte:
-            cost += stream_cost(peak, _CONVERTED * number)
-    if m * n != wide[0] * wide[2]:
-        cost += stream_cost(peak, 2 * (wide[0] * wide[2] + m * n))  # the result is sliced
-    return cost
-
-
-def _tile_by_tile(peak: Peak, m: int, k: int, n: int, tile: int) -> Cost:
-    """The cost of XLA's loop over the tiles along K.
-
-    Each step slices one tile of each operand in FP8, and multiplies both. It scales the float32
-    result, and adds it to a float32 sum.
-    """
-    steps = math.ceil(k / tile)
-    product = gemm_cost(peak, m, tile, n)
-    # 2 (m + n) tile: the slices are read and written. 2 m n: the result is float32, twice what
-    # `gemm_cost` counts. 12 m n: result and sum are read, and the sum is written.
-    moved = 2 * (m + n) * tile + 2 * m * n + 12 * m * n
-    step = product + stream_cost(peak, moved, kernels=3)
-    # After the loop the float32 sum is read (4 bytes) and written as bfloat16 (2 bytes).
-    return Cost(step.bytes * steps, 2 * m * k * n, step.seconds * steps) + stream_cost(
-        peak, 6 * m * n
-    )
-
-
-# The route of a matmul, which is the way that it is computed.
-#
-# The route depends on operands, chip and backend.
+# A matmul: its route, which is the way that it is computed, and its cost by that route.
 
 
 class Side(NamedTuple):
-    """The properties of one operand that decide the route of its matmul.
+    """What decides the route of a matmul, of one operand.
 
     `exact`: every scale is a power of two. Then the matmul may multiply the values by the scale
-    before it, without rounding. `in_bytes`: scales are E8M0.
+    before it, without rounding.
     """
 
     in_fp8: bool
     granularity: AbstractGranularity
     exact: bool
-    in_bytes: bool
-
-    @classmethod
-    def by(cls, quantizer: AbstractQuantizer) -> "Side":
-        """The side of an operand that this quantizer makes."""
-        if quantizer.value_format is None:
-            return cls(False, quantizer.granularity, exact=False, in_bytes=False)
-        rule = quantizer.rule
-        return cls(True, quantizer.granularity, rule.exact, rule.scale_format is not None)
-
-    @classmethod
-    def of(cls, tensor: QuantizedTensor) -> "Side":
-        """The side of a tensor that is already quantized."""
-        in_bytes = tensor.scale.dtype == E8M0.dtype
-        return cls(True, tensor.granularity, tensor.power_of_two, in_bytes)
 
 
-Sides = tuple[Side, Side]
+Sides: TypeAlias = tuple[Side, Side]
 
 
 def sides_of(operands: Operands) -> Sides:
     """The sides of both operands of a matmul."""
-    return Side.by(operands.lhs), Side.by(operands.rhs)
+    lhs, rhs = (
+        Side(each.value_format is not None, each.granularity, each.rule.exact)
+        for each in (operands.lhs, operands.rhs)
+    )
+    return lhs, rhs
 
 
-def route_of(sides: Sides, backend: str, chip: Chip, size: tuple[int, int, int]) -> Route:
+def route_of(sides: Sides, backend: str, chip: Chip, size: Shape) -> Route:
     """How a backend computes a matmul of size (M, K, N) on a chip."""
     tiles = [side.granularity.in_tiles for side in sides]
     if not all(side.in_fp8 for side in sides):
@@ -301,22 +159,121 @@ def route_of(sides: Sides, backend: str, chip: Chip, size: tuple[int, int, int])
 
 
 def matmul_cost(
-    sides: Sides,
-    backend: str,
-    chip: Chip,
-    peak: Peak,
-    size: tuple[int, int, int],
-    tile: int | None,
-    *,
-    by_triton: bool = True,
+    peak: Peak, route: Route, size: Shape, sides: Iterable[Side] = (), groups: int = 1
 ) -> Cost:
-    """The cost of a matmul of size (M, K, N) by a backend.
+    """The cost of [M, K] @ [K, N] by a route. One kernel does the matmuls of all `groups`."""
+    m, k, n = size
+    flops, operands, result = 2 * m * k * n * groups, (m + n) * k * groups, m * n * groups
+    in_tiles = [side.granularity for side in sides if side.granularity.in_tiles]
+    tile = max((granularity.along(2)[1] for granularity in in_tiles), default=_STEP)
+    if route is Route.TILE_BY_TILE:
+        # A loop over tiles along K. Each step cuts a tile out of both operands (read and written),
+        # and multiplies both as bfloat16. It writes float32, scales it, and adds it to a sum.
+        steps = -(-k // tile)
+        moved = 4 * operands + (4 + 8 + 4) * result * steps
+        return kernel(peak, moved, flops, peak.bf16, launches=4 * steps)
+    rate, share = peak.fp8 if route.in_fp8 else peak.bf16, 1.0
+    assert rate is not None, "the chip has no FP8 units, but this route needs them"
+    if route is Route.HOPPER_PALLAS:
+        share = _OF_OTHERS
+        if tile < _STEP:
+            # The kernel for groups reads squares as 1D tiles.
+            square = groups == 1 and in_tiles[-1].is_square
+            rate = min(rate, _OF_BF16[square] * peak.bf16 / share)
+    # Operands have 2 bytes a value, or 1 in FP8. The result has 2.
+    moved = (1 if route.in_fp8 else 2) * operands + 2 * result
+    cost = kernel(peak, moved, flops, rate, share=share)
+    if route is Route.HOPPER_PALLAS and k % _STEP and groups == 1:
+        cost += kernel(peak, 2 * operands, launches=2)
+    if route is Route.BLOCK_SCALED:
+        # A scale of 1 byte for each 32 values is moved 4 times. The cast writes it. A kernel for
+        # each operand reads it and writes it in the order of the hardware. The matmul reads it.
+        cost += kernel(peak, 4 * operands / 32, launches=2)
+    if route in (Route.FP8_ROWS, Route.DEQUANTIZED_ROWS):
+        cost += kernel(peak, 4 * result)  # a pass scales the result: 2 bytes read, 2 written
+    return cost
 
-    `tile` is the size of a tile along K, for operands in tiles. `by_triton` says whether XLA may
-    multiply bfloat16 by Triton.
+
+# The casts of a tensor in a training step: amaxes, casts, transpositions.
+
+MATRICES = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)
+"""The axes of y [M, N] = x [M, K] @ w [K, N]."""
+
+
+def _contracted_last(route: Route, chip: Chip) -> bool:
+    """Whether a route reads operands with the contracted axis last.
+
+    On Ada and Hopper cuBLASLt has FP8 matmuls in the "TN" layout only (cuBLAS documentation,
+    `cublasLtMatmul`).
     """
-    route, (lhs, rhs) = route_of(sides, backend, chip, size), sides
-    square, in_bytes = rhs.granularity.is_square, lhs.in_bytes and rhs.in_bytes
-    return _matmul(
-        peak, route, *size, tile=tile, square=square, in_bytes=in_bytes, by_triton=by_triton
-    )
+    capability = chip.compute_capability
+    only_tn = capability is not None and (8, 9) <= capability < (10, 0)
+    return route.by_kernel or (route.in_fp8 and only_tn)
+
+
+def has_known_cost(quantizer: AbstractQuantizer) -> bool:
+    """Whether the casts of a quantizer can be estimated: it is one of `fp8.quantizers`."""
+    return isinstance(quantizer, Current | Delayed | Static | Identity)
+
+
+def cast_cost(
+    backend: str, recipe: Recipe, tensor: Tensor, values: int, routes: Mapping[Matmul, Route],
+    chip: Chip, *, held: bool = False,
+) -> Cost:  # fmt: skip
+    """The cost of the amaxes, casts and transpositions of one tensor.
+
+    `routes` are those of the matmuls that read it. `held`: the model holds the FP8 copies, which
+    are laid out as the tensor is. Then only what follows a cast is left.
+
+    ValueError if a quantizer is not one of `fp8.quantizers`.
+    """
+    for name, quantizer in recipe.uses(tensor):
+        if not has_known_cost(quantizer):
+            raise ValueError(
+                f"{name} quantizes {tensor} by {quantizer!r}. The cost of its casts is not known. "
+                "Use quantizers of fp8.quantizers."
+            )
+    passes = functools.partial(_passes, PEAKS[chip.name], values)
+    cost, written, in_tiles, by_kernel = Cost(), 0, False, backend != "xla"
+    by_xla = frozenset(name for name, route in routes.items() if not route.by_kernel)
+    planned = plan_casts(recipe, MATRICES, tensor, (backend,), by_xla=by_xla)
+    casts = [(each.quantizer, each.cast.directions, each.readers) for each in planned if each.cast]
+    for quantizer, directions, all_readers in casts:
+        tiles = quantizer.granularity.in_tiles
+        in_tiles |= tiles
+        if by_kernel and not held:  # a kernel reads the tensor once and writes all copies
+            cost += passes(2 + len(directions), share=_OF_OTHERS)
+        for direction, readers in zip(directions, all_readers, strict=True):
+            # The layouts in which matmuls read FP8. True is transposed.
+            layouts = {
+                MATRICES.axes(name, tensor).is_transposed and _contracted_last(routes[name], chip)
+                for name in readers
+                if routes[name].reads_fp8
+            }
+            # A copy is written as bfloat16 for each matmul that reads that, or with tiles for both.
+            widened = sum(not routes[name].reads_fp8 for name in readers)
+            widened = min(widened, 1) if tiles else widened
+            if by_kernel or held or isinstance(quantizer, Delayed) or (tiles and layouts):
+                # FP8 is written to memory once. Other kernels of XLA transpose and widen it.
+                written += 1
+                if True in layouts and not direction.transposed:
+                    cost += passes(2)
+                if widened:
+                    cost += passes(1 + 2 * widened)
+            else:  # XLA's cast itself writes each layout
+                written += len(layouts) + 2 * widened
+    if held or not casts:
+        return cost
+    at_most = _XLA_TILE_RATE if in_tiles else math.inf
+    # Amaxes of tiles need a read for each direction. Those of the tensor, its rows and its columns
+    # share one. A second, small kernel ends each reduction.
+    amaxes = {each.granularity for q, of, _ in casts if isinstance(q, Current) for each in of}
+    reads = len(amaxes) if in_tiles else min(1, len(amaxes))
+    if by_kernel:  # it finds amaxes of tiles in the same read
+        return cost if in_tiles else cost + passes(2 * reads, launches=2 * reads)
+    cost += passes(2 * reads, launches=2 * reads, at_most=at_most)
+    return cost + passes(2 + written, at_most=at_most)
+
+
+def _passes(peak: Peak, values: int, bytes_a_value: float, **how: Any) -> Cost:
+    return kernel(peak, bytes_a_value * values, **how)

@@ -5,28 +5,28 @@ It is the only argument that depends on the chip.
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType
 from jaxfp8.kernels._dispatch import CHIPS, Attempt, Backend, Chip, chip_named
+from jaxfp8.kernels._timings import Timings
 from jaxfp8.kernels.quantize._api import CASTS
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._formats import FLOAT_DTYPES
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.plan._backends import (
-    XLA,
     Backends,
     backends_for,
-    copy_seconds,
+    casting_backends,
+    check_shape,
     faster_than_xla,
     matmul_seconds,
 )
 from jaxfp8.plan._choices import Choices, explain_choices
-from jaxfp8.plan._costs import Shape, Side, check_shape
+from jaxfp8.plan._costs import Shape, Side
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Operands, Recipe
 
@@ -36,105 +36,31 @@ _TABLES: dict[str, Mapping[str, Backend]] = {"casts": CASTS, "matmuls": BACKENDS
 """The backends that each field of `fp8.Kernels` takes."""
 
 
-def _check_named(casts: object, matmuls: object, chip: Chip | None) -> None:
-    """Raise ValueError for an unknown backend, or for one that is not made for the chip.
-
-    None is valid: then the user names no backend, or no chip.
-    """
-    for field, name in (("casts", casts), ("matmuls", matmuls)):
-        if name is None:
-            continue
-        if not isinstance(name, str) or name not in _TABLES[field]:
-            raise ValueError(
-                f"{field}={name!r} is no backend of {field}. Use None or one of "
-                f"{sorted(_TABLES[field])}."
-            )
-        _check_made_for(chip, field, name)
-
-
-def _check_made_for(chip: Chip | None, field: str, name: str) -> None:
-    """Raise ValueError for a backend that is written for other chips."""
+def _check_named(chip: Chip | None, field: str, name: object) -> None:
+    """Raise ValueError for an unknown backend, or for one that is not made for the chip."""
+    if name is None:
+        return
+    if not isinstance(name, str) or name not in _TABLES[field]:
+        raise ValueError(
+            f"{field}={name!r} is no backend of {field}. Use None or one of "
+            f"{sorted(_TABLES[field])}."
+        )
     row = _TABLES[field][name]
     if not row.families or (chip is not None and chip.family in row.families):
         return
-    given, others = None if chip is None else chip.name, _chips_of(row)
-    why = f"{field}={name!r} is made for {' and '.join(row.families)}, but chip={given!r}."
-    if row.elsewhere is None:
-        # XLA compiles it for every chip, to a slow program. So nothing later would refuse.
-        raise ValueError(
-            f"{why} XLA has no such matmul for other chips. Write "
-            f'fp8.Kernels("{others[0].name}"), or leave {field} out.'
-        )
-    if chip is None:
+    # Without a chip, other platforms run `elsewhere`. A backend that has none would compile there
+    # too, to a slow program. So nothing later would refuse it.
+    if chip is None and row.elsewhere is not None:
         return
-    if field == "casts" and row.platform == "cuda":
-        needed = min(other.compute_capability or (0, 0) for other in others)
-        has = ".".join(map(str, chip.compute_capability or ("none",)))
-        why = (
-            f"casts={name!r} needs compute capability {needed[0]}.{needed[1]}, but "
-            f"chip={given!r} has {has}."
-        )
-    raise ValueError(f"{why} Leave {field} out.")
-
-
-def _chips_of(backend: Backend) -> list[Chip]:
-    """The chips that a backend is written for."""
-    return [chip for chip in CHIPS.values() if chip.family in backend.families]
-
-
-def _cure_of(kernels: object) -> str:
-    """The code to write instead of a value that is not `fp8.Kernels`, for messages."""
-    if not isinstance(kernels, str):
-        return 'fp8.Kernels("h200")'
-    rows = {field: table[kernels] for field, table in _TABLES.items() if kernels in table}
-    words = [f"{field}={kernels!r}" for field in rows]
-    # A chip, for a backend that does not go without.
-    words[:0] = [
-        repr(_chips_of(row)[0].name) for row in rows.values() if row.families and not row.elsewhere
-    ]
-    return f"fp8.Kernels({', '.join(words) or repr(kernels)})"
-
-
-# The options with which XLA compiles a recipe to the intended kernels and numbers.
-
-
-def _compiler_options(recipe: Recipe, chip: str) -> dict[str, bool | str]:
-    """See `fp8.Kernels.compiler_options`."""
-    described = chip_named(chip)
-    in_fp8 = [
-        operands for operands in (recipe.fprop, recipe.dgrad, recipe.wgrad) if operands.in_fp8
-    ]
-    if described.platform != "cuda" or not in_fp8:
-        return {}
-    options: dict[str, bool | str] = {}
-    if described.fp8_matmul and not all(operands.in_tiles for operands in in_fp8):
-        # With tiles only, XLA has no FP8 dot that could become a cuBLASLt call.
-        options["xla_gpu_enable_triton_gemm"] = False
-    if not any(_reads_float32_scales(operands) for operands in in_fp8):
-        options["xla_allow_excess_precision"] = False
-    if recipe.combines_amaxes or recipe.tensors_in_rows:
-        # XLA joins the all-reduces of amaxes. This pass then copies all operands into one array,
-        # and each result out of it, with a kernel for each result.
-        options["xla_disable_hlo_passes"] = "all-reduce-contiguous"
-    return options
-
-
-def _reads_float32_scales(operands: Operands) -> bool:
-    """Whether a matmul reads scales of whole tensors that bfloat16 would round."""
-    both = operands.lhs, operands.rhs
-    in_one = all(quantizer.granularity.in_one for quantizer in both)
-    return in_one and not all(quantizer.has_exact_scales for quantizer in both)
+    given = None if chip is None else chip.name
+    fitting = next(other.name for other in CHIPS.values() if other.family in row.families)
+    raise ValueError(
+        f"{field}={name!r} is made for {' and '.join(row.families)}, but chip={given!r}. Leave "
+        f'{field} out, or write for instance fp8.Kernels("{fitting}").'
+    )
 
 
 # What a user writes: `Kernels`, and the check of an argument `kernels=`.
-
-
-@runtime_checkable
-class Chooser(Protocol):
-    """An object that ranks the backends of a matmul, as `fp8.plan.Timings` does."""
-
-    def choose(self, *args: Any, **kwargs: Any) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        """Names of backends, fastest first, each with its extra arguments. It gets the matmul's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,28 +71,23 @@ class Kernels:
     `Kernels` decides which kernels compute them. A cast of one array has the same bits with all
     kernels. Results of matmuls differ in the order of their additions.
 
-    `Kernels()` is the default: XLA computes everything, on every chip.
-
-    `Kernels("h200")` uses a kernel that is made for that chip if it is estimated to be faster than
-    XLA's program. `print(kernels.choices(recipe, shape))` shows each choice and its reason.
+    `Kernels()` is the default: XLA computes everything, on every chip. `Kernels("h200")` uses a
+    kernel that is made for that chip if it is estimated to be faster than XLA's program, and can do
+    the case. `print(kernels.choices(recipe, shape))` shows each choice and its reason.
 
     - Tiles on Hopper ("h100", "h200"): Pallas casts and block-scaled Pallas matmuls.
     - Tiles on Blackwell ("b200"): Pallas casts. With power-of-two scales, block-scaled matmuls of
       cuDNN.
     - Scales of tensors and of rows, on GPUs with FP8 units ("l4" and "l40s" too): casts by XLA, and
-      matmuls by cuBLASLt. XLA calls cuBLASLt if you pass `compiler_options`. Hopper's Pallas matmul
-      is used for these scales only by name or by timings.
+      matmuls by cuBLASLt, which XLA calls with `compiler_options`.
     - Experts (`fp8.ragged_dot`): on Hopper a grouped Pallas matmul for all FP8 scales. Elsewhere a
       loop over tiles of rows, whose matmuls are chosen as above.
-    - All other cases: XLA.
+    - All other cases: XLA. The Pallas kernels need jax 0.11 or later.
 
-    These choices are estimated, not measured. One H200 has timed the Pallas kernels, and they are
-    slower than the estimates ("When FP8 pays" in docs/).
-    `fp8.plan.autotune` times the matmuls of a step on your GPU. An estimate uses the shape on one
-    device. In an Auto mesh it uses the global shape, because the traced program has no other.
-
-    If a kernel cannot do a case, XLA does it, and `choices` shows the reason. The Pallas kernels
-    need jax 0.11 or later.
+    These choices are estimated. One H200 has timed the Pallas kernels, and they are slower than the
+    estimates ("When FP8 pays" in docs/). `fp8.plan.autotune` times the matmuls of a step on your
+    GPU. An estimate uses the shape on one device. In an Auto mesh it uses the global shape, because
+    the traced program has no other.
 
     The same program runs on other platforms than CUDA, for instance on a CPU. There XLA computes
     what the kernels would compute. On a GPU other than the named one it may not compile.
@@ -199,14 +120,16 @@ class Kernels:
     _: dataclasses.KW_ONLY
     casts: str | None = None
     matmuls: str | None = None
-    timings: Chooser | None = None
+    timings: Timings | None = None
 
     def __post_init__(self) -> None:
         chip = None if self.chip is None else chip_named(self.chip)
-        _check_named(self.casts, self.matmuls, chip)
+        _check_named(chip, "casts", self.casts)
+        _check_named(chip, "matmuls", self.matmuls)
         if self.timings is None:
             return
-        if isinstance(self.timings, type) or not isinstance(self.timings, Chooser):
+        # `autotune` records matmuls with an object of its own, which chooses too.
+        if isinstance(self.timings, type) or not hasattr(self.timings, "choose"):
             raise TypeError(
                 f"timings={self.timings!r} must be fp8.plan.Timings. Write for instance "
                 "timings=fp8.plan.Timings.load(path)."
@@ -225,9 +148,8 @@ class Kernels:
     def choices(self, recipe: Recipe, shape: Shape, dtype: DType = jnp.bfloat16) -> Choices:
         """Which backend runs each cast and each matmul of a layer, and why. `print` shows a table.
 
-        The table is valid for x [M, K] and w [K, N] on one device. It is also only valid for the
-        installed versions of jax and its packages. Each kernel is traced to find out whether it can
-        do its case.
+        The table is valid for x [M, K] and w [K, N] on one device, and for the installed versions
+        of jax and its packages: kernels are traced to find out whether they can do their case.
 
         Args:
           recipe: which quantizer for which operand.
@@ -247,13 +169,13 @@ class Kernels:
           >>> import jaxfp8 as fp8
           >>> print(fp8.Kernels("l4").choices(fp8.recipes.delayed(), (8192, 4096, 4096)))
           delayed, [8192, 4096] @ [4096, 4096], Kernels('l4')
-          part    backend  known by   why
-          cast x  xla      estimated  611.9 us [1]
-          cast w  xla      estimated  307.9 us [1]
-          cast g  xla      estimated  611.9 us [1]
-          fprop   xla      estimated  1455.2 us, FP8 [1]
-          dgrad   xla      estimated  1455.2 us, FP8 [1]
-          wgrad   xla      estimated  1455.2 us, FP8 [1]
+          part    backend    known by   why
+          cast x  xla        estimated  611.9 us [1]
+          cast w  xla        estimated  307.9 us [1]
+          cast g  xla        estimated  611.9 us [1]
+          fprop   xla        estimated  1455.2 us, FP8 [1]
+          dgrad   xla        estimated  1455.2 us, FP8 [1]
+          wgrad   xla        estimated  1455.2 us, FP8 [1]
           [1] no other kernel is considered
         """
         check_recipe(recipe)
@@ -282,12 +204,8 @@ class Kernels:
         result. In a scanned Llama that is one kernel in ten of delayed scaling. The option is for
         recipes with amaxes that span devices.
 
-        Args:
-          recipe: a Recipe.
-
-        Returns:
-          A dict. It is empty on platforms other than NVIDIA's, and for recipes without FP8 matmuls.
-          On GPUs without FP8 units `xla_gpu_enable_triton_gemm` is left out.
+        The dict is empty on platforms other than NVIDIA's, and for recipes without FP8 matmuls. On
+        GPUs without FP8 units `xla_gpu_enable_triton_gemm` is left out.
 
         Raises:
           ValueError: if `chip` is None.
@@ -295,11 +213,6 @@ class Kernels:
 
         Example:
           >>> import jaxfp8 as fp8
-          >>> fp8.Kernels("h200").compiler_options(fp8.recipes.static(
-          ...     x_scale=0.1, w_scale=0.1, g_scale=0.1))
-          {'xla_gpu_enable_triton_gemm': False}
-          >>> fp8.Kernels("h200").compiler_options(fp8.recipes.delayed())["xla_disable_hlo_passes"]
-          'all-reduce-contiguous'
           >>> fp8.Kernels("h200").compiler_options(fp8.recipes.blockwise())
           {'xla_allow_excess_precision': False}
           >>> fp8.Kernels("cpu").compiler_options(fp8.recipes.delayed())
@@ -311,7 +224,19 @@ class Kernels:
                 f"{self!r} names no chip, but compiler options depend on the chip. Write for "
                 'instance fp8.Kernels("h200").'
             )
-        return _compiler_options(recipe, self.chip)
+        chip, matmuls = chip_named(self.chip), (recipe.fprop, recipe.dgrad, recipe.wgrad)
+        in_fp8 = [operands for operands in matmuls if operands.in_fp8]
+        options: dict[str, bool | str] = {}
+        if chip.platform != "cuda" or not in_fp8:
+            return options
+        if chip.fp8_matmul and not all(operands.in_tiles for operands in in_fp8):
+            # With tiles only, XLA has no FP8 dot that could become a cuBLASLt call.
+            options["xla_gpu_enable_triton_gemm"] = False
+        if not any(_reads_float32_scales(operands) for operands in in_fp8):
+            options["xla_allow_excess_precision"] = False
+        if recipe.combines_amaxes or recipe.tensors_in_rows:
+            options["xla_disable_hlo_passes"] = "all-reduce-contiguous"
+        return options
 
     def backends(self, recipe: Recipe, shape: Shape) -> Backends:
         """Names of backends for each matmul and cast of a layer (M, K, N) on one device."""
@@ -326,11 +251,7 @@ class Kernels:
         """
         if self.casts is not None:
             return (self.casts,)
-        return (
-            XLA
-            if self.chip is None
-            else faster_than_xla(copy_seconds(granularities, self.chip, values))
-        )
+        return casting_backends(self.chip, granularities, values)
 
     def attempts(
         self,
@@ -356,14 +277,10 @@ class Kernels:
         """The backends to try for a matmul without a recipe, such as `fp8.scaled_matmul`."""
         if self.matmuls is not None:
             return (self.matmuls,)
-        seconds: dict[str, float] = {}
-        if self.chip is not None:
-            batch, m, k = call.geometry.lhs.matrix_shape(lhs.shape)
-            _, n, _ = call.geometry.rhs.matrix_shape(rhs.shape)
-            sides = Side.of(lhs), Side.of(rhs)
-            tiles = [s.granularity.along(2)[1] for s in sides if s.granularity.in_tiles]
-            tile = max(tiles, default=None)
-            seconds = matmul_seconds(sides, self.chip, (batch * m, k, n), tile)
+        batch, m, k = call.geometry.lhs.matrix_shape(lhs.shape)
+        _, n, _ = call.geometry.rhs.matrix_shape(rhs.shape)
+        one, other = (Side(True, each.granularity, each.power_of_two) for each in (lhs, rhs))
+        seconds = matmul_seconds((one, other), self.chip, (batch * m, k, n))
         return self.attempts(faster_than_xla(seconds), lhs, rhs, call, add_to=add_to)
 
     def __repr__(self) -> str:
@@ -381,10 +298,18 @@ def check_kernels(kernels: object) -> Kernels:
         return _PORTABLE
     if isinstance(kernels, Kernels):
         return kernels
+    chip = kernels if isinstance(kernels, str) and kernels in CHIPS else "h200"
     raise TypeError(
         f"kernels={kernels!r} is of type {type(kernels).__name__}, but Kernels are needed. Write "
-        f"kernels={_cure_of(kernels)}."
+        f"for instance kernels=fp8.Kernels({chip!r})."
     )
+
+
+def _reads_float32_scales(operands: Operands) -> bool:
+    """Whether a matmul reads scales of whole tensors that bfloat16 would round."""
+    both = operands.lhs, operands.rhs
+    in_one = all(quantizer.granularity.in_one for quantizer in both)
+    return in_one and not all(quantizer.has_exact_scales for quantizer in both)
 
 
 _PORTABLE = Kernels()

@@ -1,8 +1,4 @@
-"""`roofline`: the estimated time of a layer, dense or of experts.
-
-The counts follow programs that XLA compiles for a layer, forward and backward in one program (jax
-0.10.2 and 0.12, for H200, B200 and A100). `tests/deviceless/test_roofline_traffic.py` compares the
-counts with such programs.
+"""`roofline`: the estimated time of a layer, dense or of experts. `skip_slow`, which reads it.
 
 Letters: M tokens, K features in, N features out. A layer computes y [M, N] = x [M, K] @ w [K, N].
 """
@@ -16,28 +12,25 @@ from jaxfp8.kernels._dispatch import Chip, Route, chip_named, kernels_of
 from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
 from jaxfp8.plan._backends import (
     SMALLEST,
+    check_shape,
     grouped_backends,
     matmul_sizes,
-    row_counts,
     tile_rows,
     value_counts,
 )
-from jaxfp8.plan._cast_costs import MATRICES, Casts, cast_cost, copies_of, wants_contracted_last
-from jaxfp8.plan._choices import Footnotes
 from jaxfp8.plan._costs import (
-    LAUNCH,
     MATMULS,
+    PEAKS,
     Cost,
     Shape,
-    check_shape,
-    gemm_cost,
+    cast_cost,
+    kernel,
     matmul_cost,
     route_of,
     sides_of,
-    stream_cost,
 )
 from jaxfp8.plan._kernels import Kernels, check_kernels
-from jaxfp8.plan._peaks import PEAKS, Peak
+from jaxfp8.recipes._presets import identity
 from jaxfp8.recipes._recipe import Recipe
 
 # The result of `roofline`: the cost of each matmul and of all casts, and a table of them.
@@ -99,113 +92,15 @@ class Roofline:
             f"{self.speedup:.2f}x of bf16's speed, estimated",
             f"{'':6}{'GFLOP':>8}{'bf16 MB':>10}{'bf16 us':>10}{'MB':>10}{'us':>10}  how",
         ]
-        notes = Footnotes()
         for name in (*MATMULS, "casts", "total"):
-            part = getattr(self, name)
-            how = part.how
-            if name in MATMULS and (detail := how.partition(", ")[2]):
-                how = notes.shorten(how, [detail])
-            numbers = (
-                part.recipe.flops / 1e9, part.bf16.bytes / 1e6, part.bf16.seconds * 1e6,
-                part.recipe.bytes / 1e6, part.recipe.seconds * 1e6,
+            part: Part = getattr(self, name)
+            flops, bf16, recipe = part.recipe.flops / 1e9, part.bf16, part.recipe
+            megabytes_and_us = (
+                bf16.bytes / 1e6, bf16.seconds * 1e6, recipe.bytes / 1e6, recipe.seconds * 1e6,
             )  # fmt: skip
-            lines.append(
-                f"{name:6}{numbers[0]:8.0f}"
-                + "".join(f"{x:10.1f}" for x in numbers[1:])
-                + f"  {how}"
-            )
-        return "\n".join(line.rstrip() for line in [*lines, *notes.lines()])
-
-
-# Grouped matmuls: what they cost.
-#
-# Letters: T rows (tokens) in E groups (experts); a group [T_e, K] @ [K, N].
-
-
-def _cost_of_groups(of_group: Cost, groups: int) -> Cost:
-    """The cost of one kernel for all groups, from that of a group of average size."""
-    whole = of_group.times(groups)
-    return Cost(whole.bytes, whole.flops, round(whole.seconds - (groups - 1) * LAUNCH, 15))
-
-
-def _loop_cost(
-    recipe: Recipe, name: Matmul, backend: str, chip: str, shape: Shape, groups: int
-) -> Cost:
-    """The cost of XLA's loop over tiles for one of the three matmuls.
-
-    A step takes the matrix of a group, multiplies a tile by `backend`, and writes its rows. In
-    wgrad it adds the product of a tile to a sum in float32, and writes the sum as it is then.
-    """
-    tokens, k, n = shape
-    rows = tile_rows(tokens, groups, recipe.whole_tiles)  # without casts in Pallas
-    steps = tokens // rows + groups
-    peak: Peak = PEAKS[chip]
-    size = matmul_sizes((rows, k, n))[name]
-    one = matmul_cost(
-        sides_of(getattr(recipe, name)), backend, chip_named(chip), peak, size, recipe.tile
-    )
-    if name == "wgrad":
-        # The float32 product and sum are read, and the sum is written in float32 and in bfloat16.
-        one += stream_cost(peak, (4 + 4 + 4 + 2) * k * n, kernels=2)
-    else:
-        written = rows * (n if name == "fprop" else k)
-        one += stream_cost(peak, 2 * k * n + 4 * written, kernels=2)
-    return one.times(steps)
-
-
-def _group_sizes_of(shape: Shape, groups: int, rows: int) -> Shape:
-    """(M, K, N) of a group of average size, with half a tile of padding.
-
-    With padding M is a multiple of 16, as tiles are, so no operand is padded again.
-    """
-    tokens, k, n = shape
-    padded = -(-tokens // groups) + rows // 2
-    return -(-padded // SMALLEST) * SMALLEST if rows else padded, k, n
-
-
-# What w costs if it is not cast once for each forward and backward pass.
-#
-# Letters: K features in, N features out; w is [K, N].
-
-
-def _check_weight_casts(given: object) -> float:
-    """Raise ValueError unless it is a number of casts, 0 or more."""
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < 1000:
-        raise ValueError(
-            f"weight_casts={given!r} must be the number of casts of w in each forward and backward "
-            "pass: 1, or 1 / 8 if fp8.quantize_params casts it once for 8 microbatches."
-        )
-    return float(given)
-
-
-def _cost_of_weights(cast: Cost, casts: Casts, number: float) -> Cost:
-    """The cost of w in one forward and backward pass, in which w is cast `number` times.
-
-    Below 1 the model holds the FP8 copies. They lie as w does, so matmuls that want another layout
-    or dtype still transpose or widen them.
-    """
-    if number >= 1:
-        return cast.times(number)
-    cost = cast.times(number)
-    for (quantizer, _), readers in copies_of(casts.recipe, "w").items():
-        routes = {name: casts.routes[name] for name in readers}
-        if any(
-            MATRICES.axes(name, "w").is_transposed
-            and route.reads_fp8
-            and wants_contracted_last(route, casts.chip)
-            for name, route in routes.items()
-        ):
-            cost += stream_cost(casts.peak, 2 * casts.values)
-        widened = sum(not route.reads_fp8 for route in routes.values())
-        if widened:  # tiles are widened once for both matmuls
-            both = 1 if quantizer.granularity.in_tiles else widened
-            cost += stream_cost(casts.peak, (1 + 2 * both) * casts.values)
-    return cost
-
-
-# What a recipe costs on a chip: its three matmuls and its casts.
-
-_OF_32 = 32
+            numbers = "".join(f"{number:10.1f}" for number in megabytes_and_us)
+            lines.append(f"{name:6}{flops:8.0f}{numbers}  {part.how}".rstrip())
+        return "\n".join(lines)
 
 
 def roofline(
@@ -217,36 +112,19 @@ def roofline(
     The result is an estimate. Nothing is measured, and nothing runs. One H200 measured a speed of
     layers that was 1.2 to 1.3 times lower ("When FP8 pays" in docs/).
 
-    A kernel takes `max(flops / peak, bytes / bandwidth)`, plus a launch. A step takes the sum of
-    its kernels. Peak and bandwidth are figures of data sheets, times the share that large kernels
-    attain. `plan/_peaks.py` and `plan/_costs.py` have every figure with its source.
+    A kernel takes `max(flops / peak, bytes / bandwidth)`, plus a launch. Peak and bandwidth are
+    figures of data sheets, times the share that large kernels attain. `plan/_costs.py` has every
+    figure with its source, and the passes of each cast.
 
     The estimate assumes:
-      - x, w and g are bfloat16, and so are y, dx and dw. Other operations that use an operand (a
-        norm before, a sum after) are not fused with its cast. Both passes are compiled into one
-        program, with `kernels.compiler_options(recipe)`.
-      - The kernels that `kernels.choices(recipe, shape)` names cast and multiply.
-      - XLA casts as it does today. An amax reads a tensor once. Scales of rows and of tiles along
-        one axis need one amax for each direction. In delayed scaling the cast computes the amax
-        without another read. Static scaling has no amax. One kernel then casts the tensor in all
-        directions.
-      - Ada and Hopper multiply FP8 with the contracted axis last on both sides. So w is transposed
-        for fprop, and x and g are transposed for wgrad. The cast does this; in delayed scaling it
-        is done after the cast. Blackwell needs it for block-scaled matmuls only.
-      - XLA quantizes tiles at 1 TB/s. This was measured once, on a GB200.
-      - The Pallas kernels of jaxfp8 attain 3/4 of the speed of kernels of others. An H200 measured
-        0.79 for fprop of tiles of 128, and 0.53 to 0.58 for wgrad. With tiles of 32, Hopper's
-        matmul reaches 0.38 of bfloat16's rate, and 0.69 if the tiles of the right operand are
-        squares. An H200 measured both.
-      - Random bits cost nothing. Stochastic rounding draws them in the cast, so its casts take
-        longer than estimated. Nobody has timed by how much.
-      - XLA multiplies tiles in bfloat16, and in a loop if scales are float32. With scales of rows
-        it reads and writes the result once more. A chip without FP8 units multiplies in bfloat16.
-        A matmul with one row or column is no FP8 call. Sizes are padded as each matmul needs it.
-      - XLA splits the contracted axis of a small matmul in bfloat16. Its float32 sums are written
-        and read.
-      - Quantizer state is in its steady state. There is no communication and no rematerialization.
-        The GPU keeps its clocks and does nothing else.
+      - x, w and g are bfloat16, and so are y, dx and dw. Nothing else is fused with a cast.
+      - The kernels that `kernels.choices(recipe, shape)` names cast and multiply, compiled with
+        `kernels.compiler_options(recipe)`. Quantizer state is in its steady state.
+      - XLA reads a tensor once for its amax, and once to cast it. Scales of tiles need an amax for
+        each direction. Delayed scaling finds the amax in the cast.
+      - Ada and Hopper multiply FP8 with the contracted axis last on both sides, so XLA transposes.
+      - XLA multiplies tiles in bfloat16, and in a loop if scales are float32.
+      - Not counted: scales, padding, random bits, communication, rematerialization.
 
     Args:
       shape: (M, K, N) on one device: tokens, features in, features out. The layer computes
@@ -268,10 +146,9 @@ def roofline(
       `flops` and `seconds`. `print` shows a table.
 
     Raises:
-      ValueError: for a shape that is not three positive integers, kernels without a chip, or a
-        number of casts below 0. Also
-        for a chip without figures (cpu, tpu, mi300x), for the backend "reference", and for a
-        quantizer that is not one of `fp8.quantizers`.
+      ValueError: for a shape that is not three positive integers, kernels without a chip, a chip
+        without figures (cpu, tpu, mi300x), the backend "reference", a quantizer that is not one of
+        `fp8.quantizers`, or a number of casts below 0.
       TypeError: if `recipe` is not a Recipe, or if `kernels` is not a Kernels.
 
     Example:
@@ -285,9 +162,6 @@ def roofline(
       wgrad      962     419.4    1248.5     268.4     625.3  FP8
       casts        0       0.0       0.0    1048.6     249.4  x 5, w 5, g 5 bytes a value
       total     2886    1258.3    3745.5    1887.4    2125.2
-      >>> small, recipe = (8192, 1024, 1024), fp8.recipes.current()
-      >>> fp8.plan.roofline(small, recipe=recipe, kernels=h200).speedup < 1
-      True
 
     References:
       Williams, Waterman, Patterson, Roofline, CACM 52 (2009).
@@ -296,91 +170,79 @@ def roofline(
       1.69x and current 1.58x.
     """
     chip = check_estimable(kernels)
-    if groups is not None:
-        return _of_groups(shape, recipe, kernels, weight_casts, chip, check_groups(groups))
-    choices = kernels.choices(recipe, shape)
-    described, peak = chip_named(chip), PEAKS[chip]
-    by_triton = bool(kernels.compiler_options(recipe).get("xla_gpu_enable_triton_gemm", True))
-    sizes, values, rows = matmul_sizes(shape), value_counts(shape), row_counts(shape)
+    casts_of_w = _check_weight_casts(weight_casts)
+    number, plain, padded = 1, shape, shape
+    if groups is None:
+        choices = kernels.choices(recipe, shape)
+        names = {part: getattr(choices, part).backend for part in (*MATMULS, "x", "w", "g")}
+        for_groups = (*names.values(),)
+    else:
+        number, (tokens, k, n) = check_groups(groups), check_shape(shape)
+        found = grouped_backends(chip.name, kernels.casts, kernels.matmuls, recipe, shape, number)
+        names = {part: by[0] for part, by in found._asdict().items()}
+        for_groups = kernels_of(chip, grouped_matmul.BACKENDS)
+        # (M, K, N) of a group of average size, and with half a tile of padding.
+        plain = -(-tokens // number), k, n
+        rows = plain[0] + tile_rows(tokens, number, recipe.whole_tiles, found) // 2
+        padded = -(-rows // SMALLEST) * SMALLEST, k, n
+    peak = PEAKS[chip.name]
     routes: dict[Matmul, Route] = {}
     parts: dict[str, Any] = {}
     for name in MATMULS:
-        sides, backend = sides_of(getattr(recipe, name)), getattr(choices, name).backend
-        routes[name] = route_of(sides, backend, described, sizes[name])
-        parts[name] = Part(
-            bf16=gemm_cost(peak, *sizes[name], by_triton=True),
-            recipe=matmul_cost(
-                sides, backend, described, peak, sizes[name], recipe.tile, by_triton=by_triton
-            ),
-            how=routes[name].value,
-        )
-    casts_of = {
-        tensor: Casts(recipe, tensor, count, rows[tensor], routes, described, peak)
-        for tensor, count in values.items()
-    }
-    each = {
-        tensor: cast_cost(getattr(choices, tensor).backend, casts)
-        for tensor, casts in casts_of.items()
-    }
-    each["w"] = _cost_of_weights(each["w"], casts_of["w"], _check_weight_casts(weight_casts))
-    how = ", ".join(
-        f"{tensor} {cost.bytes / values[tensor]:.3g}" for tensor, cost in each.items() if cost.bytes
-    )
-    part = Part(
-        bf16=Cost(),
-        recipe=sum(each.values(), Cost()),
-        how=f"{how} bytes a value" if how else "none",
-    )
-    return Roofline(shape=shape, recipe=recipe.name, chip=chip, casts=part, **parts)
-
-
-def _of_groups(
-    shape: Shape, recipe: Recipe, kernels: Kernels, weight_casts: float, chip: str, groups: int
-) -> Roofline:
-    """The estimate of a grouped matmul."""
-    tokens, _, _ = check_shape(shape)
-    described, peak = chip_named(chip), PEAKS[chip]
-    names = grouped_backends(chip, kernels.casts, kernels.matmuls, recipe, shape, groups)
-    rows = tile_rows(tokens, groups, recipe.whole_tiles, names)
-    average, padded = (_group_sizes_of(shape, groups, tile) for tile in (0, rows))
-    routes: dict[Matmul, Route] = {}
-    parts: dict[str, Any] = {}
-    for name in MATMULS:
-        sides, backend = sides_of(getattr(recipe, name)), getattr(names, name)[0]
-        size = matmul_sizes(padded)[name]
-        routes[name] = route_of(sides, backend, described, size)
-        how = routes[name].value
-        if backend in kernels_of(described, grouped_matmul.BACKENDS):
-            if recipe.tile == _OF_32:  # the kernel reads square tiles as tiles of 1x32
-                sides = sides[0], sides[1]._replace(granularity=sides[0].granularity)
-            cost = _cost_of_groups(
-                matmul_cost(sides, backend, described, peak, size, recipe.tile), groups
-            )
+        sides, size = sides_of(getattr(recipe, name)), matmul_sizes(padded)[name]
+        routes[name] = route = route_of(sides, names[name], chip, size)
+        how = route.value
+        if names[name] in for_groups:
+            cost = matmul_cost(peak, route, size, sides, groups=number)
         else:
-            cost, how = _loop_cost(recipe, name, backend, chip, shape, groups), f"{how}, in a loop"
-        bf16 = _cost_of_groups(gemm_cost(peak, *matmul_sizes(average)[name]), groups)
+            cost, how = _loop_cost(recipe, name, route, chip, shape, number), f"{how}, in a loop"
+        bf16 = matmul_cost(peak, Route.PLAIN, matmul_sizes(plain)[name], groups=number)
         parts[name] = Part(bf16=bf16, recipe=cost, how=how)
-    values = {tensor: groups * count for tensor, count in value_counts(padded).items()}
-    counts = {tensor: groups * count for tensor, count in row_counts(padded).items()}
-    each: dict[str, Cost] = {}
-    for tensor, count in values.items():
-        casts = Casts(recipe, tensor, count, counts[tensor], routes, described, peak)
-        each[tensor] = cast_cost(getattr(names, tensor)[0], casts)
+    casts, said = Cost(), []
+    for tensor, count in value_counts(padded).items():
+        of_tensor = recipe, tensor, number * count, routes, chip
+        cost = cast_cost(names[tensor], *of_tensor)
         if tensor == "w":
-            each["w"] = _cost_of_weights(each["w"], casts, _check_weight_casts(weight_casts))
-    how = ", ".join(
-        f"{tensor} {cost.bytes / values[tensor]:.3g}"  # type: ignore[index]
-        for tensor, cost in each.items()
-        if cost.bytes
-    )
-    casts_part = Part(
-        bf16=Cost(),
-        recipe=sum(each.values(), Cost()),
-        how=f"{how} bytes a value" if how else "none",
-    )
-    return Roofline(
-        shape=shape, recipe=recipe.name, chip=chip, casts=casts_part, groups=groups, **parts
-    )
+            cost = cost.times(casts_of_w)
+            if casts_of_w < 1:
+                cost += cast_cost("xla", *of_tensor, held=True)
+        casts += cost
+        if cost.bytes:
+            said.append(f"{tensor} {cost.bytes / (number * count):.3g}")
+    how = f"{', '.join(said)} bytes a value" if said else "none"
+    parts["casts"] = Part(bf16=Cost(), recipe=casts, how=how)
+    return Roofline(shape=shape, recipe=recipe.name, chip=chip.name, groups=groups, **parts)
+
+
+def _loop_cost(
+    recipe: Recipe, name: Matmul, route: Route, chip: Chip, shape: Shape, groups: int
+) -> Cost:
+    """The cost of XLA's loop over tiles of rows, for one of the three matmuls of experts.
+
+    A step takes the matrix of a group, multiplies a tile, and writes its rows. In wgrad it adds the
+    product of a tile to a sum in float32, and writes the sum as it is then.
+    """
+    tokens, k, n = shape
+    rows = tile_rows(tokens, groups, recipe.whole_tiles)  # without casts in Pallas
+    peak, size = PEAKS[chip.name], matmul_sizes((rows, k, n))[name]
+    one = matmul_cost(peak, route, size, sides_of(getattr(recipe, name)))
+    # In wgrad the float32 product and sum are read, and the sum is written in float32 and bfloat16.
+    written = rows * (n if name == "fprop" else k)
+    moved = (4 + 4 + 4 + 2) * k * n if name == "wgrad" else 2 * k * n + 4 * written
+    return (one + kernel(peak, moved, launches=2)).times(tokens // rows + groups)
+
+
+# Arguments, checked.
+
+
+def _check_weight_casts(given: object) -> float:
+    """Raise ValueError unless it is a number of casts, 0 or more."""
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < 1000:
+        raise ValueError(
+            f"weight_casts={given!r} must be the number of casts of w in each forward and backward "
+            "pass: 1, or 1 / 8 if fp8.quantize_params casts it once for 8 microbatches."
+        )
+    return float(given)
 
 
 def check_groups(groups: object) -> int:
@@ -390,19 +252,8 @@ def check_groups(groups: object) -> int:
     return int(groups)
 
 
-def _estimable(name: str) -> Chip:
-    """The chip of that name. ValueError for an unknown chip, or one without figures."""
-    chip = chip_named(name)
-    if name not in PEAKS:
-        raise ValueError(
-            f"chip={name!r} has no figures to estimate from. jaxfp8 has compiled nothing for FP8 "
-            f"units of platform {chip.platform}. Use one of {sorted(PEAKS)}."
-        )
-    return chip
-
-
-def check_estimable(kernels: Kernels) -> str:
-    """The name of the chip to estimate for.
+def check_estimable(kernels: Kernels) -> Chip:
+    """The chip to estimate for.
 
     ValueError for kernels without a chip, for a chip without figures, and for "reference".
     """
@@ -413,4 +264,97 @@ def check_estimable(kernels: Kernels) -> str:
         )
     if "reference" in (given.casts, given.matmuls):
         raise ValueError(f"kernels={given!r}: the backend 'reference' is for tests. Leave it out.")
-    return _estimable(given.chip).name
+    if given.chip not in PEAKS:
+        raise ValueError(
+            f"chip={given.chip!r} has no figures to estimate from. jaxfp8 has compiled nothing for "
+            f"its FP8 units. Use one of {sorted(PEAKS)}."
+        )
+    return chip_named(given.chip)
+
+
+# `skip_slow`: a rule that chooses the recipe of a matmul from its shape.
+
+_BREAK_EVEN = 1.0
+"""The least speedup with which FP8 is kept: no loss."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SkipSlow:
+    """The rule that `skip_slow` returns: `rule(path, shape, recipe)`. It has its arguments."""
+
+    kernels: Kernels
+    at_least: float = _BREAK_EVEN
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_estimable(self.kernels)
+        if type(self.at_least) not in (int, float) or not 0 < self.at_least < float("inf"):
+            raise ValueError(
+                f"at_least={self.at_least!r} must be a positive number, bf16 time / FP8 time. "
+                "Write at_least=1.0 for break-even."
+            )
+        if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
+            raise ValueError(
+                f"tokens={self.tokens!r} must be a positive integer. Write tokens=None if shapes "
+                "are (M, K, N)."
+            )
+
+    def __call__(self, path: str, shape: tuple[int, ...], recipe: Recipe) -> Recipe:
+        """`recipe`, or identity with the reason in its name. One printed line names `path`."""
+        given = () if self.tokens is None else (self.tokens,)
+        if not isinstance(shape, tuple) or len(given) + len(shape) != 3:
+            needed = "(K, N), since the rule has tokens" if given else "(M, K, N), or pass tokens="
+            raise ValueError(f"shape={shape!r} of {path!r} does not fit. It must be {needed}.")
+        m, k, n = size = check_shape((*given, *shape))
+        speedup = roofline(size, recipe=recipe, kernels=self.kernels).speedup
+        slow = speedup < self.at_least and not recipe.is_identity
+        found = f"{speedup:.3f}x on {self.kernels.chip}"
+        print(
+            f"skip_slow: {path} [{m}, {k}] @ [{k}, {n}]: {recipe.name} estimated {found}, "
+            + (f"below {self.at_least:g}: identity" if slow else "kept")
+        )
+        skipped = f"identity (skip_slow: {recipe.name} {found})"
+        return dataclasses.replace(identity(), name=skipped) if slow else recipe
+
+
+def skip_slow(
+    *, kernels: Kernels, at_least: float = _BREAK_EVEN, tokens: int | None = None
+) -> SkipSlow:
+    """A rule that leaves a matmul in high precision where FP8 is estimated to be slower.
+
+    `fp8.plan.roofline` makes the estimate. It counts casts, but not the random bits of stochastic
+    rounding.
+
+    `rule(path, shape, recipe)` returns the recipe that the matmul should use. It is the given one,
+    or `identity()` with the reason in its name. Each call prints its choice in one line. The rule
+    is a frozen and hashable dataclass. It acts only where you call it, and makes the same choice in
+    every process.
+
+    Args:
+      kernels: the `fp8.Kernels` of the layers, for the chip that the program will run on.
+      at_least: the least estimated bf16 time / FP8 time that keeps the recipe. Default: 1.0. An
+        estimate leaves out the operations around the matmul, so pass more than 1 to be safe.
+      tokens: M, the tokens that one device multiplies at once. Pass it if your code has only the
+        shapes of weights. Shapes are then (K, N). Default: None, shapes are (M, K, N).
+
+    Raises:
+      ValueError: for kernels without a chip, and for a chip without figures. Also if `at_least` or
+        `tokens` is not positive.
+      TypeError: if `kernels` is not a Kernels.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> from jaxfp8.linen import FP8Dense
+      >>> h200, recipe = fp8.Kernels("h200"), fp8.recipes.current()
+      >>> rule = fp8.plan.skip_slow(kernels=h200)
+      >>> up = FP8Dense(14336, recipe=rule("up", (8192, 4096, 14336), recipe), kernels=h200)
+      skip_slow: up [8192, 4096] @ [4096, 14336]: current estimated 1.719x on h200, kept
+      >>> gate = FP8Dense(64, recipe=rule("gate", (8192, 4096, 64), recipe))
+      skip_slow: gate [8192, 4096] @ [4096, 64]: current estimated 0.517x on h200, below 1: identity
+      >>> gate.recipe.name
+      'identity (skip_slow: current 0.517x on h200)'
+
+    References:
+      `fp8.plan.roofline`; torchao, `_auto_filter_for_recipe`, a filter by fixed shapes.
+    """
+    return SkipSlow(kernels=kernels, at_least=at_least, tokens=tokens)

@@ -193,7 +193,7 @@ ROWS, COLUMNS = tensor(2, 2, granularity=fp8.PerAxis(0)), tensor(2, 2, granulari
             (
                 "kernels='mosaic' is of type str",
                 "Kernels are needed",
-                "Write kernels=fp8.Kernels(casts='mosaic', matmuls=",
+                "Write for instance kernels=fp8.Kernels(",
             ),
         ),
         (TypeError, (T, T), {"chop": "h200"}, ("fp8.scaled_matmul has no option chop='h200'",)),

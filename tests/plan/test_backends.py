@@ -12,9 +12,8 @@ from jaxfp8.kernels.cast import _api as cast
 from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
 from jaxfp8.kernels.quantize import _api as quantize
 from jaxfp8.kernels.scaled_matmul import _api as scaled_matmul
-from jaxfp8.plan._backends import Backends, _casting_backends, _kernels_for, faster_than_xla
-from jaxfp8.plan._costs import sides_of
-from jaxfp8.plan._peaks import PEAKS, Peak
+from jaxfp8.plan._backends import Backends, _kernels_for, casting_backends, faster_than_xla
+from jaxfp8.plan._costs import PEAKS, Peak, sides_of
 
 SHAPE = (8192, 4096, 4096)
 STATIC = {"x_scale": 0.1, "w_scale": 0.1, "g_scale": 0.1}
@@ -110,9 +109,9 @@ def test_backends_that_are_written_for_a_chip():
         "b200": ("cudnn",),
     }
     tile = [fp8.PerBlock((1, 128))]
-    casting = {chip for chip in CHIPS if _casting_backends(CHIPS[chip], tile) != ("xla",)}
+    casting = {chip for chip in CHIPS if casting_backends(chip, tile) != ("xla",)}
     assert casting == {"h100", "h200", "b200"}
-    assert _casting_backends(CHIPS["h200"], [*tile, fp8.PerTensor()]) == ("xla",)
+    assert casting_backends("h200", [*tile, fp8.PerTensor()]) == ("xla",)
 
 
 def test_rows_of_one_name_state_the_same_facts():

@@ -1,5 +1,8 @@
 """The table of choices: it says what is chosen, by which rule, and what a kernel cannot do."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
@@ -7,9 +10,11 @@ from hypothesis import strategies as st
 from interpreter import LOADS_TRANSPOSED, needs_mosaic
 
 import jaxfp8 as fp8
+from jaxfp8.kernels._dispatch import recorded
 from jaxfp8.kernels._timings import Time, Way
 from jaxfp8.plan._autotune import _Recorder
 from jaxfp8.plan._backends import faster_than_xla
+from jaxfp8.plan._choices import _trace
 
 RECIPES = {
     "delayed": fp8.recipes.delayed(),
@@ -95,6 +100,45 @@ def test_what_a_kernel_cannot_do_is_in_its_words():
     assert "8200" in found["x"].why
     stochastic = fp8.recipes.blockwise(gradient_rounding="stochastic")
     assert "has rounding='stochastic'" in by_part(fp8.Kernels("h200"), stochastic)["g"].why
+
+
+LAYERS = {name: RECIPES[name] for name in ("delayed", "careful", "blockwise", "mxfp8")}
+LAYERS["stochastic"] = fp8.recipes.mxfp8(gradient_rounding="stochastic")
+
+
+@pytest.mark.parametrize("shape", [(1024, 512, 256), (1000, 512, 320)])
+@pytest.mark.parametrize(
+    "kernels",
+    [fp8.Kernels("h200"), fp8.Kernels("b200"), fp8.Kernels("h200", matmuls="xla")],
+    ids=repr,
+)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_dispatches_what_the_table_says(name, kernels, shape):
+    """The trace of `choices` and that of a layer call the same backends, for the same reasons."""
+    recipe, (m, k, n) = LAYERS[name], shape
+    x, w = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((m, k), (k, n)))
+    dot = functools.partial(fp8.dot, recipe=recipe, kernels=kernels, key=jax.random.key(0))
+    state = fp8.freeze(fp8.init_state(recipe))
+
+    def layer(x, w):
+        y, pull_back = jax.vjp(functools.partial(dot, state=state), x, w)
+        return pull_back(y)
+
+    with recorded() as by_layer:
+        jax.eval_shape(layer, x, w)
+    names = kernels.backends(recipe, shape)
+    traced = _trace(kernels, recipe, names, shape, jnp.dtype(jnp.bfloat16))
+    by_table = [each for part in traced.values() for each in part]
+    assert sorted(map(str, by_table)) == sorted(map(str, by_layer))
+    choices = by_part(kernels, recipe, shape)
+    for part, ran in traced.items():
+        assert {each.backend for each in ran} <= {choices[part].backend, "xla"}
+
+
+def test_a_record_takes_the_place_of_the_log(caplog):
+    """`choices` asks what a kernel cannot do. That is no warning."""
+    fp8.Kernels("h200").choices(RECIPES["blockwise"], (24, 40, 56))  # of no other test
+    assert not caplog.records
 
 
 def test_by_name():

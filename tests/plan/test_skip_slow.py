@@ -197,11 +197,6 @@ def test_shapes_that_do_not_fit(tokens, shape, says):
         rule("down", shape, RECIPE)
 
 
-def test_a_path_that_is_none():
-    with pytest.raises(TypeError, match=mentions("path=None", "string")):
-        RULE(None, SLOW, RECIPE)
-
-
 @pytest.mark.parametrize(("chip", "name"), [("h200", "blockwise"), ("b200", "mxfp8")])
 def test_it_estimates_the_kernels_of_the_layers(chip, name):
     """Kernels of the chip, from jax 0.11 on, make tiles worth it that XLA alone makes slow."""
