@@ -9,6 +9,7 @@ import flax.nnx.transforms.compilation as nnx_stages
 import jax
 from rich.table import Table
 
+from jaxfp8._table import align
 from jaxfp8._typing import PyTree
 from jaxfp8.diagnostics._arguments import ArgumentKind, arguments_of_twin, kinds_of
 from jaxfp8.programs._memory import step_memory
@@ -101,15 +102,7 @@ class MemoryReport:
         return found
 
     def __str__(self) -> str:
-        lines = self._cells()
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.rjust(width) if column else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        )
+        return align(self._cells(), right=range(1, 4))
 
     def __rich__(self) -> Table:
         """The table for rich, which calls this method."""
