@@ -62,7 +62,7 @@ def _phases_of(program: Program, instruction: Instruction) -> list[_Phase | None
         return [named]
     nearest: dict[str, _Phase | None] = {}
     found: list[_Phase | None] = [None]
-    for each in program.computations.get(fused[0], {}).values():
+    for each in program.computations[fused[0]].values():
         before = [nearest.get(operand) for operand in each.operands]
         known = [phase for phase in before if phase]
         own = nearest[each.name] = _named_phase(each) or (_latest(known) if known else None)
@@ -274,8 +274,8 @@ class _Walk:
             which = 0 if len(parts) == 1 or started.opcode in ("copy-start", "recv") else 1
             count = len(tensors_of(instruction.type))
             _read(given[0], len(self.phases))
-            found = given[0] if len(parts) == count else _element(started.type, which, given[0])
-            return found[:count]
+            done = given[0] if len(parts) == count else _element(started.type, which, given[0])
+            return done[:count]
         return None
 
     def _called(

@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfp8.programs._hlo import Instruction, Tensor, split_at_commas
+from jaxfp8.programs._hlo import Instruction, split_at_commas, tensors_of
 
 # label, lhs, rhs, lhs_scale, rhs_scale
 Seen: TypeAlias = Callable[[str, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None], Any]
@@ -68,14 +68,12 @@ class Matmuls:
         self.error: BaseException | None = None
 
     def add(
-        self,
-        instruction: Instruction,
-        operands: Sequence[np.dtype],
-        results: Sequence[Tensor],
-        carriers: Sequence[np.dtype],
+        self, instruction: Instruction, operands: Sequence[np.dtype], carriers: Sequence[np.dtype]
     ) -> int:
-        """Adds a matmul with these types, whose results leave as `carriers`. Returns its index."""
+        """Adds a matmul of these operands, whose results leave as `carriers`. Returns its index."""
         compute = MATMULS[matmul_name(instruction)]
+        # Without the workspace of a library call, which is its last result.
+        results = tensors_of(instruction.type)[: len(carriers)]
         dtypes = [jnp.dtype(result.dtype) for result in results]
 
         def called(*arrays: Any) -> tuple[np.ndarray, ...]:
@@ -169,7 +167,7 @@ def _cublas(instruction: Instruction, operands: list[np.ndarray], dtype: np.dtyp
     scales = [others.pop(0), others.pop(0)] if is_fp8 else [None, None]
     bias = others.pop(0) if "BIAS" in epilogue else None
     to_fp8 = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
-    result_scale = others.pop() if to_fp8 and others else None
+    result_scale = others.pop(0) if to_fp8 and others else None
     if others:
         raise ValueError(
             f"cannot run on a CPU: {instruction.name} has {len(others)} operands that are unknown "

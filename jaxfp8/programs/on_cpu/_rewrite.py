@@ -266,12 +266,11 @@ class _Writer:
         operands = [self._type_of(x) for x in instruction.operands]
         types = [read_array_type(part) for part in tuple_types(instruction.type)]
         is_tuple = instruction.type.startswith("(")
-        # The bytes in the results of a library call are its workspace.
+        # Bytes are the workspace of a library call, its last result.
         results = [t for t in types if not (is_tuple and t.dtype in ("s8", "u8"))]
         index = self._matmuls.add(
             instruction,
             [_numpy_dtype(type.dtype) for type in operands],
-            [tensors_of(_type(type.dtype, type.shape))[0] for type in results],
             [_numpy_dtype(type.carrier) for type in results],
         )
         sent = [

@@ -144,16 +144,12 @@ def _execute(text: str, arguments: Sequence[Any], matmuls: Matmuls) -> list[jax.
 #     jax, jax/_src/stages.py (Compiled.call) and jax/_src/interpreters/pxla.py (MeshExecutable).
 
 
-def _full_text(compiled: jax.stages.Compiled) -> str:
+def _full_text(compiled: Any) -> str:
     """The text of the program, with the constants that `as_text()` leaves out."""
-    modules = compiled.runtime_executable().hlo_modules()  # type: ignore[union-attr]
-    if len(modules) != 1:
-        raise ValueError(
-            f"compiled holds {len(modules)} programs, not one. Compile a function for one device."
-        )
+    (module,) = compiled.runtime_executable().hlo_modules()
     options = _hlo.HloPrintOptions()
     options.print_large_constants = True
-    return modules[0].to_string(options)
+    return module.to_string(options)
 
 
 def _flat_arguments(compiled: Any, arguments: Sequence[Any]) -> list[Any]:
