@@ -197,11 +197,9 @@ def summary(source: Any) -> Summary:
     """
     if isinstance(source, Records):
         return Summary(tuple(source.rows()))
-    return Summary(tuple(_state_rows(states_of(source) if _is_nnx(source) else source)))
-
-
-def _is_nnx(source: Any) -> bool:
-    return isinstance(source, nnx.Module | nnx.Optimizer)
+    if isinstance(source, nnx.Module | nnx.Optimizer):
+        source = states_of(source)
+    return Summary(tuple(_state_rows(source)))
 
 
 def _cells(rows: Sequence[CastRow | StateRow]) -> list[list[str]]:
