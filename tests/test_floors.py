@@ -17,7 +17,7 @@ import pytest
 # stands on the roof.
 FLOORS = (
     ("_typing", "_version"),
-    ("numerics", "_geometry", "_call", "_layer_arguments"),
+    ("numerics", "_geometry", "_call", "_layer_arguments", "_table"),
     ("_quantized_tensor", "jaxprs", "programs", "prologues"),
     ("sharding",),
     ("kernels",),

@@ -42,7 +42,7 @@ from jaxfp8.conversion._foreign import (
 from jaxfp8.conversion._linen_layers import KNOWN, Known, matmul_of, see_kernel
 from jaxfp8.conversion._plan import Decision, Plan
 from jaxfp8.conversion._rule import APPLIED, FP8, Layer, Seen, own_matmul, size_of_einsum
-from jaxfp8.jaxprs._flops import flops_of, in_loops, layer_scope
+from jaxfp8.jaxprs._flops import flops_of, layer_scope
 from jaxfp8.linen._matmul_module import MatmulModule
 from jaxfp8.linen._state import COLLECTION, NAME, home
 from jaxfp8.ops._einsum import einsum
@@ -267,7 +267,7 @@ def look(model: nn.Module, plan: Plan, example: Example) -> Seen:
             ),
             variables,
         )
-    seen.flops, seen.in_loops = flops_of(program), in_loops(program)
+    seen.flops, seen.in_loops = flops_of(program)
     for path in [p for p, layer in seen.layers.items() if layer.obstacle == APPLIED]:
         if not seen.flops[path]:
             del seen.layers[path]

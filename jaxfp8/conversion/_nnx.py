@@ -34,7 +34,7 @@ from jaxfp8.conversion._rule import (
     own_matmul,
     size_of_einsum,
 )
-from jaxfp8.jaxprs._flops import flops_of, in_loops, layer_scope
+from jaxfp8.jaxprs._flops import flops_of, layer_scope
 from jaxfp8.matmul._options import KeepsFP8
 from jaxfp8.nnx._dot_general import AbstractFP8Matmul, FP8DotGeneral, FP8EinsumOp
 from jaxfp8.nnx._layers import FP8Einsum, FP8Linear, FP8LinearGeneral
@@ -311,7 +311,7 @@ def _see_call(model: nnx.Module, plan: Plan, example: Example, seen: Seen) -> No
         _give_matmul(module, known, _watched(own or known.default, layer, called))
     call, state = _function_of(copy)
     program = example.jaxpr(call, state)
-    seen.flops, seen.in_loops = flops_of(program), in_loops(program)
+    seen.flops, seen.in_loops = flops_of(program)
     for path, layer in seen.layers.items():
         uncalled = dataclasses.replace(layer, calls=0)
         seen.layers[path] = called.layers.get(path, layer if layer.obstacle else uncalled)

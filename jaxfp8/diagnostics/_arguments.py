@@ -85,8 +85,6 @@ def _packed(node: Any, modules: Iterator[Any], kinds: Callable[[Any], Kinds]) ->
 
 _KINDS: tuple[ArgumentKind, ...] = get_args(ArgumentKind)
 
-_SHOWN = 10  # places that a message lists
-
 # Names that flax uses for variables, and for the fields of its TrainState.
 _BY_NAME: dict[str, ArgumentKind] = {"params": "weights", "opt_state": "moments"}
 
@@ -94,11 +92,6 @@ _BY_NAME: dict[str, ArgumentKind] = {"params": "weights", "opt_state": "moments"
 def _is_quantized_weight(node: object) -> bool:
     """Whether a node outside of optimizer states is a weight that is stored in FP8."""
     return isinstance(node, QuantizedTensor | QuantizedWeight)
-
-
-def _is_master_weights_state(node: object) -> bool:
-    """Whether a node is the state of `fp8.optim.with_master_weights`: masters, and inner state."""
-    return isinstance(node, MasterWeightsState)
 
 
 def _is_optimizer_state(node: object) -> bool:
@@ -139,10 +132,6 @@ def kinds_of(
     return [kind or "other arguments" for kinds in found for kind in kinds]
 
 
-def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
-    return [leaf.shape for leaf in jax.tree.leaves(tree)]
-
-
 def _children(node: Any) -> list[tuple[str, Any]]:
     """The children of a node of a tree, with their names. A leaf has none."""
     if _is_named_tuple(node):  # jax 0.10.2 gives all fields the name of the first one
@@ -153,10 +142,6 @@ def _children(node: Any) -> list[tuple[str, Any]]:
     return [(str(getattr(key, "key", getattr(key, "name", ""))), child) for key, child in flat[0]]
 
 
-def _is_leaf(node: Any) -> bool:
-    return jax.tree_util.all_leaves([node])
-
-
 def _kinds(node: Any, kind: ArgumentKind | None = None) -> Kinds:
     """The kind of each array in a tree. `kind` is that of a tree around it."""
     if isinstance(node, _Packed):
@@ -165,11 +150,11 @@ def _kinds(node: Any, kind: ArgumentKind | None = None) -> Kinds:
         return ["quantizer state"] * len(jax.tree.leaves(node))
     if isinstance(node, Released):
         return _kinds_of_released(node)
-    if _is_master_weights_state(node):
+    if isinstance(node, MasterWeightsState):
         return [*_kinds(node.masters, "master weights"), *_kinds(node.inner, "moments")]
     if kind is None:
         kind = _kind_of(node)
-    if _is_leaf(node):
+    if jax.tree_util.all_leaves([node]):
         return [kind]
     found: Kinds = []
     for name, child in _children(node):
@@ -222,49 +207,25 @@ def _merged(found: list[Kinds], trees: list[PyTree], named: Sequence[PyTree]) ->
 
 def _spread(given: PyTree, tree: PyTree, name: str) -> list[Any]:
     """The kind of each array of a tree, from kinds of subtrees. The error calls them `name`."""
+    # An FP8 weight has one kind. The twin has one array in its place.
     given = jax.tree.map(
-        lambda node: _one_kind(node, name) if _is_quantized_weight(node) else node,
-        given, is_leaf=lambda node: _is_none(node) or _is_quantized_weight(node),
-    )  # fmt: skip
+        lambda node: (*jax.tree.leaves(node), None)[0] if _is_quantized_weight(node) else node,
+        given,
+        is_leaf=lambda node: node is None or _is_quantized_weight(node),
+    )
     kinds: list[Any]
     structure: Any  # jax gives it no type
     # Among kinds None stands for a subtree. In the tree it is no array, so it gets no kind.
-    kinds, structure = jax.tree.flatten(given, is_leaf=_is_none)
+    kinds, structure = jax.tree.flatten(given, is_leaf=lambda node: node is None)
     try:
         below = structure.flatten_up_to(tree)
-    except ValueError:
+    except ValueError as error:
         raise ValueError(
-            f"{name} is {_places(given, 'kinds')}, but the argument is {_places(tree, 'arrays')}. "
-            "Give one kind for the whole argument, or a tree with its nodes and keys: "
-            "jax.tree.map(lambda _: 'weights', argument). A kind stands for all arrays below it. "
-            "An nnx module needs one kind."
+            f"{name} does not fit the argument: {str(error)[:300]} Give one kind for the whole "
+            "argument, or a tree with its nodes and keys: jax.tree.map(lambda _: 'weights', "
+            "argument). A kind stands for all arrays below it. An nnx module needs one kind."
         ) from None
     return [kind for kind, part in zip(kinds, below, strict=True) for _ in jax.tree.leaves(part)]
-
-
-def _one_kind(weight: Any, name: str) -> Any:
-    """The kind of an FP8 weight. The twin has one array in its place."""
-    kinds = jax.tree.leaves(weight)
-    if len(set(map(repr, kinds))) > 1:
-        raise ValueError(
-            f"{name} has the kinds {kinds} for the arrays of one FP8 weight. Give the weight one "
-            'kind: {"kernel": "weights"}.'
-        )
-    return kinds[0] if kinds else None
-
-
-def _is_none(node: object) -> bool:
-    return node is None
-
-
-def _places(tree: PyTree, what: str) -> str:
-    if isinstance(tree, _Packed):
-        return "an nnx module"
-    paths = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda node: _is_none(node) or _is_quantized_weight(node)
-    )
-    places = [jax.tree_util.keystr(path) for path, _ in paths[:_SHOWN]]
-    return f"a {type(tree).__name__} with {what} at {places}"
 
 
 def _mark_quantized(trees: list[PyTree], found: list[Kinds]) -> bool:
@@ -325,7 +286,8 @@ def _is_trainable(tree: PyTree) -> bool:
 
 
 def _signature(tree: PyTree) -> tuple[Any, ...]:
-    return jax.tree.structure(tree), *_shapes(tree)
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *(leaf.shape for leaf in leaves)
 
 
 def _signatures(tree: PyTree) -> Iterable[tuple[Any, ...]]:
@@ -351,12 +313,11 @@ def arguments_of_twin(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _is_whole(node: Any) -> bool:
-    return (
-        _is_optimizer_state(node)
-        or _is_master_weights_state(node)
-        or is_node(node)
-        or _is_quantized_weight(node)
-    )
+    return _holds_masters(node) or is_node(node) or _is_quantized_weight(node)
+
+
+def _holds_masters(node: Any) -> bool:
+    return isinstance(node, MasterWeightsState) or _is_optimizer_state(node)
 
 
 def _of_twin(node: Any, weights: list[str]) -> Any:
@@ -364,7 +325,7 @@ def _of_twin(node: Any, weights: list[str]) -> Any:
         values = node.values[0] if is_weight(node) else node.values
         sharding = getattr(values, "sharding", None)
         return jax.ShapeDtypeStruct(node.shape, node.dtype, sharding=sharding)
-    if _is_master_weights_state(node) or _is_optimizer_state(node):
+    if _holds_masters(node):
         return jax.tree.map(
             lambda n: _without_high(n, weights) if isinstance(n, BFloat16PlusState) else n,
             node, is_leaf=lambda n: isinstance(n, BFloat16PlusState),

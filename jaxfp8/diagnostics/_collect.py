@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -145,10 +146,9 @@ def _row(
     )
 
 
-def _natural(name: str) -> list[Any]:
+def _natural(name: str) -> list[str | int]:
     """A key for sorting in which numbers are ordered by value: layer 2 before layer 10."""
-    digits = "".join(c if c.isdigit() else f" {c} " for c in name).split()
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in digits]
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 # The context, and the records that it collects.

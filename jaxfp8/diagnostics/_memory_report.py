@@ -9,6 +9,7 @@ import flax.nnx.transforms.compilation as nnx_stages
 import jax
 from rich.table import Table
 
+from jaxfp8._table import align
 from jaxfp8._typing import PyTree
 from jaxfp8.diagnostics._arguments import ArgumentKind, arguments_of_twin, kinds_of
 from jaxfp8.programs._memory import step_memory
@@ -101,15 +102,7 @@ class MemoryReport:
         return found
 
     def __str__(self) -> str:
-        lines = self._cells()
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.rjust(width) if column else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        )
+        return align(self._cells(), right=range(1, 4))
 
     def __rich__(self) -> Table:
         """The table for rich, which calls this method."""
@@ -222,88 +215,64 @@ def memory_report(
     is_pair = isinstance(twin, tuple) and len(twin) == 2 and callable(twin[0])
     if not isinstance(twin, bool) and not is_pair:
         raise TypeError(f"twin={twin!r} must be True, False, or a pair (step, args).")
-    mine = _Step.of(step, args, argument_kinds, compiler_options)
+    mine = _bytes_of(step, args, argument_kinds, compiler_options)
     if twin is False:
-        return MemoryReport(mine.bytes())
-    if twin is True:
-        try:
-            with high_precision():
-                other = _Step.of(step, arguments_of_twin(args), argument_kinds, compiler_options)
-        except Exception as error:
-            error.add_note(
-                "jaxfp8: this happened while fp8.memory_report compiled the step in high "
-                "precision. Pass twin=(step, args) for another step, or twin=False for none."
-            )
-            raise
-        return MemoryReport(mine.bytes(), other.bytes(count_state=False))
-    other_step, other_args = twin
-    other = _Step.of(other_step, other_args, None, compiler_options)
-    return MemoryReport(mine.bytes(), other.bytes())
+        return MemoryReport(mine)
+    if twin is not True:
+        return MemoryReport(mine, _bytes_of(*twin, None, compiler_options))
+    try:
+        with high_precision():
+            args = arguments_of_twin(args)
+            other = _bytes_of(step, args, argument_kinds, compiler_options, count_state=False)
+    except Exception as error:
+        error.add_note(
+            "jaxfp8: this happened while fp8.memory_report compiled the step in high "
+            "precision. Pass twin=(step, args) for another step, or twin=False for none."
+        )
+        raise
+    return MemoryReport(mine, other)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """A compiled step, and what it takes.
+def _bytes_of(
+    step: Any,
+    args: Sequence[Any],
+    named: Sequence[PyTree] | None,
+    options: Mapping[str, Any] | None,
+    count_state: bool = True,
+) -> dict[MemoryKind, int]:
+    """The bytes of each kind in a step."""
+    jitted: Any = step if callable(getattr(step, "lower", None)) else jax.jit(step)
+    lowered = jitted.lower(*args)
+    if isinstance(lowered, nnx_stages.Lowered):
+        lowered = lowered.lowered
+    kinds = kinds_of(args, lowered.args_info[0], lowered.out_info, named)
+    compiled = lowered.compile(compiler_options=dict(options or {}))
+    infos = jax.tree.leaves(lowered.args_info)
+    shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
 
-    Attributes:
-      compiled: the program.
-      arguments: for each array its kind, its bytes on one device, and its numbers of elements, on
-        all devices and on one.
-      returned_state: bytes of quantizer state that it returns in memory of its own, with pointers.
-    """
-
-    compiled: Any
-    arguments: tuple[tuple[ArgumentKind, int, frozenset[int]], ...]
-    returned_state: int
-
-    @classmethod
-    def of(
-        cls, step: Any, args: Sequence[Any], named: Sequence[PyTree] | None,
-        options: Mapping[str, Any] | None,
-    ) -> "_Step":  # fmt: skip
-        jitted: Any = step if callable(getattr(step, "lower", None)) else jax.jit(step)
-        lowered = jitted.lower(*args)
-        if isinstance(lowered, nnx_stages.Lowered):
-            lowered = lowered.lowered
-        kinds = kinds_of(args, lowered.args_info[0], lowered.out_info, named)
-        compiled = lowered.compile(compiler_options=dict(options or {}))
-        infos = jax.tree.leaves(lowered.args_info)
-        shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
-        arguments = [
-            (kind, *_size(info, sharding))
-            for kind, info, sharding in zip(kinds, infos, shardings, strict=True)
-        ]
+    found: dict[MemoryKind, int] = dict.fromkeys(_MEMORY_KINDS[:-1], 0)
+    weight_sizes: set[int] = set()  # numbers of elements, of whole arrays and of shards
+    for kind, info, sharding in zip(kinds, infos, shardings, strict=True):
+        if sharding is None:  # the program does not use it
+            continue
+        shard = math.prod(sharding.shard_shape(info.shape))
+        found[kind] += shard * info.dtype.itemsize
+        if kind == "weights":
+            weight_sizes |= {math.prod(info.shape), shard}
+    memory = step_memory(compiled, weight_sizes)
+    # With constants that jit moved out of the function.
+    others = set(get_args(ArgumentKind)) - {"other arguments"}
+    found["other arguments"] = memory.arguments - sum(found[kind] for kind in others)
+    found["gradients"] += memory.gradients
+    found["residuals"] = memory.residuals
+    found["temporaries"] = memory.temporaries
+    found["results"] = memory.results
+    if not count_state:
         donated = [i.donated for k, i in zip(kinds, infos, strict=True) if k == "quantizer state"]
-        states = [
-            info for info in jax.tree.leaves(lowered.out_info, is_leaf=is_node) if is_node(info)
-        ]
-        leaves = jax.tree.leaves(states)
-        returned = 0 if all(donated) else sum(x.size * x.dtype.itemsize for x in leaves)
-        return cls(compiled, tuple(arguments), returned + _POINTER * len(leaves))
-
-    def bytes(self, count_state: bool = True) -> dict[MemoryKind, int]:
-        """The bytes of each kind."""
-        sizes = {n for kind, _, found in self.arguments if kind == "weights" for n in found}
-        memory = step_memory(self.compiled, sizes)
-        found: dict[MemoryKind, int] = dict.fromkeys(_MEMORY_KINDS[:-1], 0)
-        for kind, size, _ in self.arguments:
-            found[kind] += size
-        # With constants that jit moved out of the function.
-        others = set(get_args(ArgumentKind)) - {"other arguments"}
-        found["other arguments"] = memory.arguments - sum(found[kind] for kind in others)
-        found["gradients"] += memory.gradients
-        found["residuals"] = memory.residuals
-        found["temporaries"] = memory.temporaries
-        found["results"] = memory.results
-        if not count_state:
-            found["quantizer state"] = 0
-            found["results"] -= self.returned_state
-        return found
-
-
-def _size(info: Any, sharding: Any) -> tuple[int, frozenset[int]]:
-    """Bytes of an argument on one device, and its numbers of elements there and on all devices."""
-    if sharding is None:  # the program does not use it
-        return 0, frozenset()
-    shard = math.prod(sharding.shard_shape(info.shape))
-    return shard * info.dtype.itemsize, frozenset((math.prod(info.shape), shard))
+        results = jax.tree.leaves(lowered.out_info, is_leaf=is_node)
+        leaves = jax.tree.leaves([node for node in results if is_node(node)])
+        if not all(donated):
+            found["results"] -= sum(x.size * x.dtype.itemsize for x in leaves)
+        found["results"] -= _POINTER * len(leaves)
+        found["quantizer state"] = 0
+    return found

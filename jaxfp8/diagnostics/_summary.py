@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from rich.table import Table
 
+from jaxfp8._table import align
 from jaxfp8._typing import FP8StateError, Tensor
 from jaxfp8.diagnostics._collect import CastRow, Records, layer_name
 from jaxfp8.nnx._state import states_of
@@ -160,13 +161,7 @@ class Summary:
         }
 
     def __str__(self) -> str:
-        lines = _cells(self.rows)
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        table = [
-            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        ]
-        return "\n".join([*table, *self._notes])
+        return "\n".join([align(_cells(self.rows), right=()), *self._notes])
 
     @property
     def _notes(self) -> list[str]:
@@ -202,11 +197,9 @@ def summary(source: Any) -> Summary:
     """
     if isinstance(source, Records):
         return Summary(tuple(source.rows()))
-    return Summary(tuple(_state_rows(states_of(source) if _is_nnx(source) else source)))
-
-
-def _is_nnx(source: Any) -> bool:
-    return isinstance(source, nnx.Module | nnx.Optimizer)
+    if isinstance(source, nnx.Module | nnx.Optimizer):
+        source = states_of(source)
+    return Summary(tuple(_state_rows(source)))
 
 
 def _cells(rows: Sequence[CastRow | StateRow]) -> list[list[str]]:

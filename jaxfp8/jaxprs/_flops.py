@@ -25,47 +25,35 @@ def is_in_layer(eqn: Any) -> bool:
     return _MARK in str(eqn.source_info.name_stack)
 
 
-def flops_of(jaxpr: Any) -> Counter[str]:
-    """Operations by path of a layer. `OTHER` has those outside of layers.
+def flops_of(jaxpr: Any) -> tuple[Counter[str], frozenset[str]]:
+    """Operations by path of a layer, and the paths of layers that a loop runs more than once.
 
-    A scan counts as often as its length, a branch as its largest one, and a `while` once.
+    `OTHER` has the operations outside of layers. A scan counts as often as its length, a branch as
+    its largest one, and a `while` once.
     """
-    found: Counter[str] = Counter()
-    _count(jaxpr, 1, "", found)
-    return found
+    found, repeated = Counter[str](), set[str]()
+    _count(jaxpr, 1, "", found, repeated)
+    return found, frozenset(repeated - {OTHER})
 
 
-def in_loops(jaxpr: Any, times: int = 1, outer: str = "") -> frozenset[str]:
-    """The paths of layers that a loop runs more than once."""
-    found: set[str] = set()
+def _count(jaxpr: Any, times: int, outer: str, found: Counter[str], repeated: set[str]) -> None:
     for eqn in jaxpr.eqns:
         names = f"{outer}/{eqn.source_info.name_stack}"
-        if times > 1 and eqn.primitive.name in _FLOPS:
-            found.add(_path(names))
-        again = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-        for inner in jax.tree.leaves(list(eqn.params.values())):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                found |= in_loops(inner, again, names)
-    return frozenset(found - {OTHER})
-
-
-def _count(jaxpr: Any, times: int, outer: str, found: Counter[str]) -> None:
-    for eqn in jaxpr.eqns:
-        names = f"{outer}/{eqn.source_info.name_stack}"
-        if flops := _FLOPS.get(eqn.primitive.name, _none)(eqn):
-            found[_path(names)] += times * flops
+        if flops := _FLOPS.get(eqn.primitive.name):
+            found[_path(names)] += times * flops(eqn)
+            if times > 1:
+                repeated.add(_path(names))
         inner_times = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
         if eqn.primitive.name == "cond":
             branches = [Counter[str]() for _ in eqn.params["branches"]]
             for branch, counter in zip(eqn.params["branches"], branches, strict=True):
-                _count(branch.jaxpr, inner_times, names, counter)
+                _count(branch.jaxpr, inner_times, names, counter, repeated)
             found.update(max(branches, key=lambda branch: sum(branch.values())))
             continue
         for inner in jax.tree.leaves(list(eqn.params.values())):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
-                _count(inner, inner_times, names, found)
+                _count(inner, inner_times, names, found, repeated)
 
 
 def _path(names: str) -> str:
@@ -74,11 +62,6 @@ def _path(names: str) -> str:
         return OTHER
     marked = names.rsplit(_MARK, 1)[1]
     return marked[: marked.rindex(_END)].replace(_END, "/")
-
-
-def _none(eqn: Any) -> int:
-    del eqn
-    return 0
 
 
 def _of_matmul(eqn: Any) -> int:

@@ -4,8 +4,8 @@ They say which matmuls run in FP8 and what devices send. They also run a GPU pro
 """
 
 from jaxfp8.programs._fp8_gemms import assert_fp8_gemms as assert_fp8_gemms
-from jaxfp8.programs._run_on_cpu import run_on_cpu as run_on_cpu
 from jaxfp8.programs._transfers import Transfer as Transfer
 from jaxfp8.programs._wire_report import WireReport as WireReport
 from jaxfp8.programs._wire_report import assert_wire_dtype as assert_wire_dtype
 from jaxfp8.programs._wire_report import wire_report as wire_report
+from jaxfp8.programs.on_cpu._run import run_on_cpu as run_on_cpu

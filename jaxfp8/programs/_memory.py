@@ -50,46 +50,31 @@ def _named_phase(instruction: Instruction) -> _Phase | None:
     return "forward" if "jvp(" in name else "other"
 
 
-class _Phases:
-    """The phases of the instructions of a program."""
+def _phases_of(program: Program, instruction: Instruction) -> list[_Phase | None]:
+    """The phase of an instruction, None without a name. A fusion has one for each result.
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._fused: dict[str, tuple[_Phase | None, ...]] = {}
-
-    def of(self, instruction: Instruction) -> tuple[_Phase | None, ...]:
-        """The phase of an instruction, None without a name. A fusion has one for each result.
-
-        XLA adds instructions that have no name of JAX, for instance copies. The name of a fusion is
-        that of one of its operations. So its phases come from the operations that make its results.
-        """
-        named = _named_phase(instruction)
-        fused = instruction.computations("calls") if instruction.opcode == "fusion" else ()
-        if fused and (named is None or instruction.type.startswith("(")):
-            return tuple(phase or named for phase in self._results(fused[0]))
-        return (named,)
-
-    def _results(self, name: str) -> tuple[_Phase | None, ...]:
-        """The phase of each result of a fused computation."""
-        if name not in self._fused:
-            computation = self._program.computations.get(name, {})
-            nearest: dict[str, _Phase | None] = {}
-            found: tuple[_Phase | None, ...] = (None,)
-            for instruction in computation.values():
-                before = [nearest.get(operand) for operand in instruction.operands]
-                known = [phase for phase in before if phase is not None]
-                own = _named_phase(instruction) or (_latest(known) if known else None)
-                nearest[instruction.name] = own
-                if instruction.is_root:
-                    found = tuple(before) if instruction.opcode == "tuple" else (own,)
-            self._fused[name] = found
-        return self._fused[name]
+    XLA adds instructions that have no name of JAX, for instance copies. The name of a fusion is
+    that of one of its operations. So its phases come from the operations that make its results.
+    """
+    named = _named_phase(instruction)
+    fused = instruction.computations("calls") if instruction.opcode == "fusion" else ()
+    if not fused or (named and not instruction.type.startswith("(")):
+        return [named]
+    nearest: dict[str, _Phase | None] = {}
+    found: list[_Phase | None] = [None]
+    for each in program.computations[fused[0]].values():
+        before = [nearest.get(operand) for operand in each.operands]
+        known = [phase for phase in before if phase]
+        own = nearest[each.name] = _named_phase(each) or (_latest(known) if known else None)
+        if each.is_root:
+            found = before if each.opcode == "tuple" else [own]
+    return [phase or named for phase in found]
 
 
 # Buffers: which arrays share a piece of memory, and from when to when.
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Buffer:
     """A piece of memory for arrays, in turn. Times count the instructions as they run."""
 
@@ -98,70 +83,43 @@ class _Buffer:
     born: int  # when the first instruction writes it
     dies: int  # when the last instruction reads it
     makers: set[_Phase]  # the phases of the instructions that write it
-    readers: set[_Phase]  # and of those that read it. "other" reads a result of the program
+    # and of those that read it. "other" reads a result of the program
+    readers: set[_Phase] = dataclasses.field(default_factory=set)
     # Whether a loop with a backward pass in it writes the buffer outside of that pass. Sums of
     # gradients over microbatches are such buffers.
     summed: bool = False
     outside: bool = False  # an argument or a constant of the program, or in the memory of one
     returned: bool = False  # a result of the program
+    joined: "_Buffer | None" = None  # with which it became one buffer, by `_join`
+
+    @property
+    def whole(self) -> "_Buffer":
+        """The buffer that this one is now."""
+        buffer = self
+        while buffer.joined is not None:
+            buffer = buffer.joined
+        return buffer
 
 
-class _Storage:
-    """The buffers of a program. A buffer is named by a number, and several numbers may name one."""
+def _read(buffers: Iterable[_Buffer], time: int, phases: Iterable[_Phase] = ()) -> None:
+    """Note that these buffers are needed until a time, and by whom."""
+    for buffer in (each.whole for each in buffers):
+        buffer.dies = max(buffer.dies, time)
+        buffer.readers.update(phases)
 
-    def __init__(self) -> None:
-        self._same: list[int] = []
-        self._buffers: list[_Buffer] = []
 
-    def new(self, tensors: Sequence[Tensor], time: int, phases: Sequence[_Phase]) -> list[int]:
-        """A buffer for each array that an instruction writes. `phases` may be one for all."""
-        names = []
-        each = phases if len(phases) == len(tensors) else [_latest(phases)] * len(tensors)
-        for tensor, phase in zip(tensors, each, strict=True):
-            names.append(len(self._same))
-            self._same.append(names[-1])
-            elements = math.prod(tensor.shape)
-            self._buffers.append(_Buffer(tensor.bytes, elements, time, time, {phase}, set()))
-        return names
-
-    def of(self, name: int) -> _Buffer:
-        return self._buffers[self._find(name)]
-
-    def read(self, names: Iterable[int], time: int, phases: Iterable[_Phase]) -> None:
-        """Note that an instruction reads these buffers."""
-        for name in names:
-            buffer = self.of(name)
-            buffer.dies = max(buffer.dies, time)
-            buffer.readers.update(phases)
-
-    def keep(self, names: Iterable[int], time: int) -> None:
-        """Note that these buffers are needed until this time."""
-        for name in names:
-            buffer = self.of(name)
-            buffer.dies = max(buffer.dies, time)
-
-    def join(self, some: Sequence[int], others: Sequence[int]) -> None:
-        """Make one buffer of each pair."""
-        for one, other in zip(some, others, strict=True):
-            first, second = sorted((self._find(one), self._find(other)))
-            if first == second:
-                continue
-            self._same[second] = first
-            a, b = self._buffers[first], self._buffers[second]
-            self._buffers[first] = _Buffer(
-                max(a.bytes, b.bytes), max(a.elements, b.elements), min(a.born, b.born),
-                max(a.dies, b.dies), a.makers | b.makers, a.readers | b.readers,
-                a.summed or b.summed, a.outside or b.outside, a.returned or b.returned,
-            )  # fmt: skip
-
-    def buffers(self) -> list[_Buffer]:
-        return [self._buffers[n] for n, same in enumerate(self._same) if n == same]
-
-    def _find(self, name: int) -> int:
-        while self._same[name] != name:
-            self._same[name] = self._same[self._same[name]]
-            name = self._same[name]
-        return name
+def _join(some: Sequence[_Buffer], others: Sequence[_Buffer]) -> None:
+    """Make one buffer of each pair."""
+    for one, other in zip(some, others, strict=True):
+        a, b = one.whole, other.whole
+        if a is b:
+            continue
+        b.joined = a
+        a.bytes, a.elements = max(a.bytes, b.bytes), max(a.elements, b.elements)
+        a.born, a.dies = min(a.born, b.born), max(a.dies, b.dies)
+        a.makers |= b.makers
+        a.readers |= b.readers
+        a.summed, a.outside = a.summed or b.summed, a.outside or b.outside
 
 
 class _Memory(NamedTuple):
@@ -211,20 +169,21 @@ def _buffers_of(text: str) -> _Memory:
         )
     program = read_program(text)
     walk = _Walk(program)
-    parameters = walk.parameters(program.entry)
-    storage = walk.storage
+    entry = program.computations[program.entry].values()
+    inputs = [i for i in entry if i.opcode == "parameter"]
+    inputs.sort(key=lambda i: int(i.inside))
+    parameters = [walk.outside(i) for i in inputs]
     results = walk.run(program.entry, parameters, "other")
-    end = len(walk.phases)
-    storage.read(results, end, ["other"])
+    _read(results, len(walk.phases), ["other"])
     for operand, copies in reversed(walk.added):  # who reads a copy, reads the original
         for copy in copies:
-            storage.of(operand).readers.update(storage.of(copy).readers)
+            operand.whole.readers.update(copy.whole.readers)
     shared = _OF_PROGRAM.search(text)
     for output, parameter, _ in _SHARED.findall(shared[1]) if shared else ():
-        storage.join([results[int(output or 0)]], [parameters[int(parameter)][0]])
+        _join([results[int(output or 0)]], [parameters[int(parameter)][0]])
     for result in results:
-        storage.of(result).returned = True
-    inside = [buffer for buffer in storage.buffers() if not buffer.outside]
+        result.whole.returned = True
+    inside = [b for b in walk.buffers if b.joined is None and not b.outside]
     return _Memory(
         tuple(buffer for buffer in inside if not buffer.returned),
         tuple(buffer for buffer in inside if buffer.returned),
@@ -237,33 +196,45 @@ class _Walk:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.storage = _Storage()
-        self._phases = _Phases(program)
+        self.buffers: list[_Buffer] = []
         # (operand, results) of instructions that XLA added, for instance copies and casts.
-        self.added: list[tuple[int, list[int]]] = []
+        self.added: list[tuple[_Buffer, list[_Buffer]]] = []
         self.phases: list[_Phase] = []
 
-    def parameters(self, name: str) -> list[list[int]]:
-        """Buffers of the parameters of the program."""
-        found = [i for i in self.program.computations[name].values() if i.opcode == "parameter"]
-        found.sort(key=lambda i: int(i.inside))
-        return [self._outside(i) for i in found]
+    def new(self, tensors: Sequence[Tensor], phases: Sequence[_Phase]) -> list[_Buffer]:
+        """A buffer for each array that the last instruction writes. `phases` may be one for all."""
+        if len(phases) != len(tensors):
+            phases = [_latest(phases)] * len(tensors)
+        time = len(self.phases) - 1
+        found = [
+            _Buffer(tensor.bytes, math.prod(tensor.shape), time, time, {phase})
+            for tensor, phase in zip(tensors, phases, strict=True)
+        ]
+        self.buffers += found
+        return found
 
-    def run(self, name: str, parameters: Sequence[list[int]], phase: _Phase) -> list[int]:
+    def outside(self, instruction: Instruction) -> list[_Buffer]:
+        """The buffers of a parameter or a constant of the program."""
+        found = self.new(tensors_of(instruction.type), ["other"])
+        for buffer in found:
+            buffer.outside = True
+        return found
+
+    def run(self, name: str, parameters: Sequence[list[_Buffer]], phase: _Phase) -> list[_Buffer]:
         """The buffers of the results of a computation."""
         computation = self.program.computations[name]
-        made: dict[str, list[int]] = {}
+        made: dict[str, list[_Buffer]] = {}
         phases: dict[str, _Phase] = {}
-        root: list[int] = []
+        root: list[_Buffer] = []
         for instruction in computation.values():
             of = instruction.name
             if instruction.opcode == "parameter":
                 made[of], phases[of] = parameters[int(instruction.inside)], phase
             elif instruction.opcode == "constant":
-                made[of], phases[of] = self._outside(instruction), "other"
+                made[of], phases[of] = self.outside(instruction), "other"
             else:
                 operands = [o for o in instruction.operands if o in made]
-                named = self._phases.of(instruction)
+                named = _phases_of(self.program, instruction)
                 # What XLA adds belongs to the latest phase of its operands.
                 inherited = _latest(phases[o] for o in operands)
                 each = [phase or inherited for phase in named]
@@ -273,26 +244,25 @@ class _Walk:
                 if passed_on is None:
                     made[of] = self._called(instruction, given, each)
                     if not any(named) and instruction.opcode not in _CALLERS:
-                        self.added += [(name, made[of]) for names in given for name in names]
+                        self.added += [
+                            (buffer, made[of]) for operand in given for buffer in operand
+                        ]
                 else:
                     made[of] = passed_on
             if instruction.is_root:
                 root = made[of]
         return root
 
-    def _outside(self, instruction: Instruction) -> list[int]:
-        names = self.storage.new(tensors_of(instruction.type), len(self.phases), ["other"])
-        for name in names:
-            self.storage.of(name).outside = True
-        return names
-
     def _passed_on(
-        self, instruction: Instruction, given: list[list[int]], computation: dict[str, Instruction]
-    ) -> list[int] | None:
+        self,
+        instruction: Instruction,
+        given: list[list[_Buffer]],
+        computation: dict[str, Instruction],
+    ) -> list[_Buffer] | None:
         """The buffers of an instruction that makes no array. None for the others."""
         opcode = instruction.opcode
         if opcode == "tuple":
-            return [name for names in given for name in names]
+            return [buffer for operand in given for buffer in operand]
         if opcode == "get-tuple-element" and (found := _INDEX.search(instruction.attributes)):
             return _element(computation[instruction.operands[0]].type, int(found[1]), given[0])
         if opcode in _SAME or opcode.endswith("-update"):  # of an asynchronous start
@@ -303,14 +273,14 @@ class _Walk:
             parts = tuple_types(started.type)
             which = 0 if len(parts) == 1 or started.opcode in ("copy-start", "recv") else 1
             count = len(tensors_of(instruction.type))
-            self.storage.keep(given[0], len(self.phases))
-            names = given[0] if len(parts) == count else _element(started.type, which, given[0])
-            return names[:count]
+            _read(given[0], len(self.phases))
+            done = given[0] if len(parts) == count else _element(started.type, which, given[0])
+            return done[:count]
         return None
 
     def _called(
-        self, instruction: Instruction, given: list[list[int]], phases: Sequence[_Phase]
-    ) -> list[int]:
+        self, instruction: Instruction, given: list[list[_Buffer]], phases: Sequence[_Phase]
+    ) -> list[_Buffer]:
         """The buffers of an instruction that calls computations, or makes arrays itself."""
         opcode, phase = instruction.opcode, _latest(phases)
         if opcode == "while":
@@ -318,66 +288,57 @@ class _Walk:
         if opcode == "call":
             (called,) = instruction.computations("to_apply")
             return self.run(called, given, phase)
+        read = given[0] if opcode == "conditional" else [b for operand in given for b in operand]
+        _read(read, len(self.phases), phases)
+        self.phases.append(phase)
         if opcode == "conditional":
             branches = instruction.computations(*BRANCHES)
-            self._step(given[0], phases)
             results = [
-                self.run(branch, [names], phase)
-                for branch, names in zip(branches, given[1:], strict=True)
+                self.run(branch, [buffers], phase)
+                for branch, buffers in zip(branches, given[1:], strict=True)
             ]
             for other in results[1:]:
-                self.storage.join(results[0], other)
+                _join(results[0], other)
             return results[0]
-        time = self._step((name for names in given for name in names), phases)
         if opcode.endswith("-start"):
-            return self._started(instruction, given, time, phases)
-        names = self.storage.new(tensors_of(instruction.type), time, phases)
+            return self._started(instruction, read, phase)
+        found = self.new(tensors_of(instruction.type), phases)
         if shared := _OF_INSTRUCTION.search(instruction.attributes):
             for output, operand, index in _SHARED.findall(shared[1]):
-                mine = _element(instruction.type, int(output), names) if output else names
+                mine = _element(instruction.type, int(output), found) if output else found
                 theirs = given[int(operand)]
-                self.storage.join(mine[:1], theirs[int(index or 0) :][:1])
-        return names
+                _join(theirs[int(index or 0) :][:1], mine[:1])
+        return found
 
-    def _loop(self, loop: Instruction, carried: list[int], phase: _Phase) -> list[int]:
+    def _loop(self, loop: Instruction, carried: list[_Buffer], phase: _Phase) -> list[_Buffer]:
         begin = len(self.phases)
         (condition,), (body,) = loop.computations("condition"), loop.computations("body")
         self.run(condition, [carried], phase)
         results = self.run(body, [carried], phase)
         if "backward" in self.phases[begin:]:
             for old, new in zip(carried, results, strict=True):
-                buffer = self.storage.of(new)
-                buffer.summed = buffer.summed or (old != new and "other" in buffer.makers)
-        self.storage.join(carried, results)
-        self.storage.keep(carried, len(self.phases))
+                if old is not new and "other" in new.whole.makers:
+                    new.whole.summed = True
+        _join(carried, results)
+        _read(carried, len(self.phases))
         return carried
 
-    def _started(
-        self, start: Instruction, given: list[list[int]], time: int, phases: Sequence[_Phase]
-    ) -> list[int]:
+    def _started(self, start: Instruction, operands: list[_Buffer], phase: _Phase) -> list[_Buffer]:
         """The buffers of an asynchronous start, which has its operands among its results."""
-        operands = [name for names in given for name in names]
         parts = [tensors_of(part) for part in tuple_types(start.type)]
         which = 1 if start.opcode == "copy-start" else 0
-        found: list[int] = []
+        found: list[_Buffer] = []
         for n, tensors in enumerate(parts):
             mine = len(parts) > 1 and n == which and len(tensors) == len(operands)
-            found += operands if mine else self.storage.new(tensors, time, [_latest(phases)])
+            found += operands if mine else self.new(tensors, [phase])
         return found
 
-    def _step(self, read: Iterable[int], phases: Sequence[_Phase]) -> int:
-        """Read buffers at the next time. Returns it."""
-        time = len(self.phases)
-        self.storage.read(read, time, phases)
-        self.phases.append(_latest(phases))
-        return time
 
-
-def _element(type: str, index: int, names: list[int]) -> list[int]:
+def _element(type: str, index: int, buffers: list[_Buffer]) -> list[_Buffer]:
     """The buffers of one element of a tuple."""
     counts = [len(tensors_of(part)) for part in tuple_types(type)]
     start = sum(counts[:index])
-    return names[start : start + counts[index]]
+    return buffers[start : start + counts[index]]
 
 
 # The memory of a compiled train step beside its arguments: gradients, residuals, and the rest.

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxfp8._table import align
 from jaxfp8._typing import DType, PyTree
 from jaxfp8.numerics._formats import Format
 from jaxfp8.programs._hlo import read_program
@@ -102,18 +103,10 @@ class WireReport:
             alike[t.kind, t.dtype, t.group_size].append(t)
         rows = [["kind", "dtype", "group", "tensors", "operand bytes", "wire bytes"]]
         rows += [
-            [kind, dtype, str(size), *_sums(of)]
-            for (kind, dtype, size), of in sorted(alike.items())
+            [kind, dtype, str(n), *_sums(of)] for (kind, dtype, n), of in sorted(alike.items())
         ]
         rows += [["total", "", "", *_sums(self.transfers)]]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(_line(row, widths) for row in rows)
-
-
-def _line(row: list[str], widths: list[int]) -> str:
-    words = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
-    numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
-    return "  ".join(words + numbers)
+        return align(rows, right=range(2, 6))
 
 
 def _sums(transfers: Iterable[Transfer]) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 from targets import BLACKWELL, compile_for, dense_step
 
 import jaxfp8 as fp8
-from jaxfp8.programs._run_on_cpu import run_on_cpu
+from jaxfp8.programs.on_cpu._run import run_on_cpu
 
 pytestmark = pytest.mark.deviceless
 

@@ -158,16 +158,9 @@ def test_static_arguments_and_named_kinds():
         ((1, None), ("argument_kinds[0]", "holds 1;", "'weights', 'master weights'")),
         (
             ({"v": "weights"}, None),
-            ("argument_kinds[0] is a dict with kinds at [\"['v']\"]", "a dict with arrays at "
-             "[\"['b']\", \"['w']\"]", "jax.tree.map(lambda _: 'weights', argument)"),
+            ("argument_kinds[0] does not fit", "['v']", "jax.tree.map(lambda _: 'weights', arg"),
         ),
-        (
-            ([None], None), ("is a list with kinds at ['[0]']", "is a dict with arrays at"),
-        ),
-        (
-            (jax.tree.map(lambda leaf: leaf.dtype.name, {"w": IN_FP8, "b": jnp.ones(2)}), None),
-            ("the kinds ['float8_e4m3fn', 'float32']", "one FP8 weight", '{"kernel": "weights"}'),
-        ),
+        (([None], None), ("argument_kinds[0] does not fit", "Expected list")),
     ],
 )  # fmt: skip
 def test_kinds_that_do_not_fit(kinds, complaint):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxfp8.programs._hlo import read_array_type, split_at_commas, tensors_of, tuple_types
-from jaxfp8.programs._run_on_cpu import run_on_cpu
+from jaxfp8.programs._hlo import split_at_commas, tensors_of, tuple_types
+from jaxfp8.programs.on_cpu._rewrite import read_array_type
+from jaxfp8.programs.on_cpu._run import run_on_cpu
 
 
 def program(source, result):

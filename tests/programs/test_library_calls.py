@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxfp8.programs._hlo import tensors_of
-from jaxfp8.programs._run_on_cpu import run_on_cpu
+from jaxfp8.programs.on_cpu._run import run_on_cpu
 
 GEMM, LT, F8 = "__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8"
 

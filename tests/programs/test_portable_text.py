@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8.programs._run_on_cpu import run_on_cpu
+from jaxfp8.programs.on_cpu._run import run_on_cpu
 
 FUSED_ADD = """%add (a: f32[4], b: f32[4]) -> f32[4] {
   %a = f32[4]{0} parameter(0)
@@ -209,7 +209,7 @@ REFUSED = {
         "ROOT %y = f32[4]{0} rng-get-and-update-state(), delta=1",
         "opcode rng-get-and-update-state",
     ),
-    "collective": ("ROOT %y = f32[4]{0} all-gather(%x), dimensions={0}", "y is all-gather"),
+    "collective": ("ROOT %y = f32[4]{0} all-gather(%x), dimensions={0}", "opcode all-gather"),
     "constant": ("ROOT %y = f32[4]{0} constant({...})", "leaves out the value of the constant y"),
     "sparse": (
         "ROOT %y = f32[] dot(%x, %x), lhs_contracting_dims={0}, rhs_contracting_dims={0}, "
@@ -235,7 +235,7 @@ def test_an_asynchronous_collective_is_refused():
         "%s = (f32[4]{0}, f32[4]{0}) all-reduce-start(%x), to_apply=%r",
         "ROOT %y = f32[4]{0} all-reduce-done(%s)",
     )
-    with pytest.raises(ValueError, match="y is all-reduce"):
+    with pytest.raises(ValueError, match="opcode all-reduce"):
         run(*lines, before="%r {\n  %a = f32[] parameter(0)\n  ROOT %b = f32[] add(%a, %a)\n}\n")
 
 

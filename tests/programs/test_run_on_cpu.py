@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8.programs._run_on_cpu import run_on_cpu
+from jaxfp8.programs.on_cpu._run import run_on_cpu
 
 
 def compiled(f, *arguments, **options):
@@ -62,7 +62,7 @@ def test_large_constants():
 
 MOVED_OUT = """
 import jax, jax.numpy as jnp
-from jaxfp8.programs._run_on_cpu import run_on_cpu
+from jaxfp8.programs.on_cpu._run import run_on_cpu
 table, x = jnp.arange(5000.0), jnp.ones(5000)
 program = jax.jit(lambda unused, x: x + table).lower(x, x).compile()
 assert program._params.const_args

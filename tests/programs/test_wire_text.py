@@ -107,6 +107,7 @@ STRINGS = (
     'metadata={op_name="all-gather(x) calls=%main.1"}, backend_config="body=%main.1 \\" calls=%z"'
 )
 
+ONE_GATHER = [transfer("all-gather", X, 4)], 1536
 # entry and computations, expected transfers, wire bytes
 TABLE = {
     "all-reduce": (program(REDUCE, **ADD), [transfer("all-reduce", S, 4)], 6),
@@ -214,8 +215,7 @@ TABLE = {
             call("async-done", "calls=%wrapped", "d"),
             wrapped=GATHER,
         ),
-        [transfer("all-gather", X, 4)],
-        1536,
+        *ONE_GATHER,
     ),
     "call, started": (
         program(
@@ -223,13 +223,11 @@ TABLE = {
             call("call-done", "to_apply=%inner", "d"),
             inner=GATHER,
         ),
-        [transfer("all-gather", X, 4)],
-        1536,
+        *ONE_GATHER,
     ),
     "call": (
         program(call("call", "to_apply=%command_buffer"), command_buffer=GATHER),
-        [transfer("all-gather", X, 4)],
-        1536,
+        *ONE_GATHER,
     ),
     "fusion in a fusion": (
         program(
@@ -237,8 +235,7 @@ TABLE = {
             inner=GATHER,
             outer=call("fusion", "kind=kLoop, calls=%inner"),
         ),
-        [transfer("all-gather", X, 4)],
-        1536,
+        *ONE_GATHER,
     ),
     "custom call": (
         program(
@@ -246,8 +243,7 @@ TABLE = {
             inner=GATHER,
             **ADD,
         ),
-        [transfer("all-gather", X, 4)],
-        1536,
+        *ONE_GATHER,
     ),
     "called twice": (
         program(
@@ -258,8 +254,7 @@ TABLE = {
     ),
     "a computation that nobody calls": (
         program(GATHER, left_over=GATHER),
-        [transfer("all-gather", X, 4)],
-        1536,
+        *ONE_GATHER,
     ),
     "loop": (program(loop(5), body=GATHER, **IDLE), [transfer("all-gather", X, 4, 5)], 5 * 1536),
     "loop in a loop": (
@@ -282,8 +277,7 @@ TABLE = {
             c=REDUCE,
             **ADD,
         ),
-        [transfer("all-gather", X, 4)],
-        1536,
+        *ONE_GATHER,
     ),
     "branches, by truth": (
         program(
@@ -292,8 +286,7 @@ TABLE = {
             b=GATHER,
             **ADD,
         ),
-        [transfer("all-gather", X, 4)],
-        1536,
+        *ONE_GATHER,
     ),
     "dearer for its loop": (
         program(
@@ -314,8 +307,7 @@ TABLE = {
     ),
     "operands with types": (
         program(GATHER.replace("(%x)", "(f8e4m3fn[16,32]{1,0:T(8,128)(4,1)} %x)")),
-        [transfer("all-gather", X, 4)],
-        1536,
+        *ONE_GATHER,
     ),
     "without percent signs": (
         program(

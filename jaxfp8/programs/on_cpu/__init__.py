@@ -1,0 +1,1 @@
+"""Runs a program that was compiled for a GPU on a CPU."""
