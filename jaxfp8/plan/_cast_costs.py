@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Matmul, Tensor
 from jaxfp8.kernels._dispatch import Chip, Route
-from jaxfp8.kernels.quantize._api import CASTS
+from jaxfp8.kernels.cast._api import BACKENDS as CASTS
 from jaxfp8.numerics._amax import rows_read_together
 from jaxfp8.plan._costs import BOX, WHOLE_TILE, Cost, padded_size, stream_cost
 from jaxfp8.plan._peaks import Peak

@@ -143,7 +143,7 @@ def test_gathered_rows_of_whole_boxes_compile(dtype, k):
     def run(x, sizes):
         groups = Groups.of(sizes, tokens=TOKENS, tile=T)
         rows = Gathered(groups.tiled(x), x, groups.first_row, groups.live_rows)
-        return [copy.scale for copy in _mosaic.quantize(rows, cast, key=None)[0]]
+        return [copy.scale for copy in _mosaic.cast_copies(rows, cast, None, key=None)[0]]
 
     given = array(TOKENS, k, dtype=jnp.dtype(dtype)), array(E, dtype=jnp.dtype("int32"))
     assert "mosaic_gpu" in compile_for("h200", run, *given).as_text()

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
+from jaxfp8._quantized_tensor import Cast, CastExtras
 from jaxfp8._typing import Array
 from jaxfp8.kernels._mosaic_source import (
     ONE_A_ROW,
@@ -171,23 +171,7 @@ class _CopiesKernel:
         staged.values[index] = kernel_cast(rows, multiplier, self.format)
 
 
-# The calls of the kernel: for known scales, and for any multipliers.
-
-
-def cast_copies(
-    x: Source, cast: Cast, scales: Sequence[tuple[Array, Array]], *, key: Array | None
-) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-    """See `kernels.cast._api.cast_copies`. It takes no tiles, and rounds to nearest."""
-    del key
-    if cast.rounding != "nearest" or any(each.in_tiles for each in cast.granularities):
-        raise NotImplementedError(
-            f"The cast has granularities={cast.granularities!r} and rounding={cast.rounding!r}. "
-            "This kernel needs scales that are not in tiles, and rounding='nearest'. Write "
-            "casts='xla' in fp8.Kernels."
-        )
-    multipliers, known = zip(*scales, strict=True)
-    values, extras = copies(x, cast, multipliers)
-    return cast.copies(values, known, x.dtype), extras
+# The call of the kernel.
 
 
 def copies(

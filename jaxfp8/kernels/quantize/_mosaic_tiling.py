@@ -364,7 +364,7 @@ def _largest_of_squares(largest: Array, side: int) -> Array:
 
 
 def quantize_in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-    """`quantize` if every copy is in tiles along the last two axes of x."""
+    """`cast_copies` if every copy is in tiles along the last two axes of x."""
     tilings = tuple(_tiling_of(direction, x.ndim) for direction in cast.directions)
     side, count = tilings[0].side, len(tilings)
     if any(tiling.side != side for tiling in tilings):
@@ -402,7 +402,7 @@ def quantize_in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...
 def _of_gathered(
     x: Gathered, cast: Cast, tilings: tuple[_Tiling, ...]
 ) -> tuple[QuantizedTensor, ...]:
-    """`quantize` of rows that the kernel reads where they are, on one device or in `shard_map`."""
+    """`cast_copies` of rows that the kernel gathers, on one device or in `shard_map`."""
     _check_gathered(x)
     kinds = {*mesh_of(x.rows).axis_types}
     if kinds not in ({AxisType.Manual}, set()) and mesh_of(x.rows).size > 1:
