@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
+from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType
@@ -411,7 +411,7 @@ def _of_gathered(
             "inside jax.shard_map, with all axes of the mesh."
         )
 
-    @custom_vmap
+    @sequential_vmap
     def call(x: Gathered) -> tuple[Array, ...]:
         source, read = _gathering_reader(x)
         kernel = _TilesKernel(source=source, cast=cast, tilings=tilings, sums=None)
@@ -420,14 +420,6 @@ def _of_gathered(
             for tiling, copy in zip(tilings, kernel(read).copies, strict=True)
             for each in tiling.with_axes_of_x(copy, x.shape, cast.rule)
         )
-
-    @call.def_vmap
-    def batched(size: int, mapped: Any, x: Gathered) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
-        full = jax.tree.map(
-            lambda leaf, there: leaf if there else jnp.broadcast_to(leaf, (size, *leaf.shape)),
-            x, mapped[0],
-        )  # fmt: skip
-        return jax.lax.map(call, full), (True,) * (2 * len(tilings))
 
     results = call(x)
     return cast.copies(results[::2], results[1::2], x.dtype)
