@@ -16,11 +16,9 @@ References:
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType
 
 from jaxfp8._geometry import Geometry
@@ -29,7 +27,12 @@ from jaxfp8._typing import Array, DType
 from jaxfp8.kernels._mosaic_tiles import check_jax
 from jaxfp8.kernels._on_mesh import mesh_of
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall, as_matrix, transpose_last, xla_transposes
-from jaxfp8.kernels.scaled_matmul._partitioned import in_auto_mesh, partition_matmul, takes_mesh
+from jaxfp8.kernels.scaled_matmul._partitioned import (
+    in_auto_mesh,
+    mapped,
+    partition_matmul,
+    takes_mesh,
+)
 from jaxfp8.kernels.scaled_matmul.hopper._kernel import multiply
 from jaxfp8.kernels.scaled_matmul.hopper._matmul import (
     inner_tile,
@@ -39,7 +42,6 @@ from jaxfp8.kernels.scaled_matmul.hopper._matmul import (
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, MULTIPROCESSORS, Tiling
 from jaxfp8.numerics._formats import E8M0
-from jaxfp8.sharding._amax import vary_as
 
 _WRITTEN = (jnp.bfloat16, jnp.float16, jnp.float32)
 _FEW = 128
@@ -86,7 +88,10 @@ def scaled_matmul(
     rows, columns = (x.shape[1] for x in values)
     before = () if add_to is None else (add_to.reshape(values[0].shape[0], rows, columns),)
     transposed = xla_transposes(geometry.sides, call.written_transposed)
-    product = _multiply(call.out_dtype, tiling, scaling, transposed)(*values, *scales, *before)
+    local = functools.partial(_product, call.out_dtype, tiling, scaling, transposed)
+    # `_check_call` lets `add_to` pass on one device only, and inside `jax.shard_map`.
+    split = partition_matmul(local, scaling.cells) if add_to is None else local
+    product = mapped(local, split, scaling.cells)(*values, *scales, *before)
     return product.reshape(geometry.out_shape(lhs.shape, rhs.shape))
 
 
@@ -173,37 +178,6 @@ def _check_call(
         )
 
 
-def _multiply(
-    out_dtype: DType, tiling: Tiling | None, scaling: Scaling, transposed: tuple[bool, ...]
-) -> Any:
-    """A function of values [B, M, K] and [B, N, K] and their scales that returns [B, M, N].
-
-    A fifth argument [B, M, N] is added to the result. `transposed` is what `xla_transposes` says.
-    """
-
-    @custom_vmap
-    def product(*arguments: Array) -> Array:
-        local = functools.partial(_product, out_dtype, tiling, scaling, transposed)
-        # This is also the path if no mesh is known. The result of another kernel has a type without
-        # a mesh, but it may be on several devices.
-        if {*mesh_of(*arguments).axis_types} != {AxisType.Manual} and len(arguments) == 4:
-            return partition_matmul(local, scaling.cells)(*arguments)
-        for argument in arguments:
-            arguments = tuple(vary_as(x, argument) for x in arguments)
-        return vary_as(local(*arguments), arguments[0])
-
-    @product.def_vmap
-    def batched(size: int, is_mapped: list[bool], *arguments: Array) -> tuple[Array, bool]:
-        stacked = [
-            x if mapped else jnp.broadcast_to(x, (size, *x.shape))
-            for x, mapped in zip(arguments, is_mapped, strict=True)
-        ]
-        result = product(*(x.reshape(-1, *x.shape[2:]) for x in stacked))
-        return result.reshape(size, -1, *result.shape[1:]), True
-
-    return product
-
-
 def _choose(batch: int, m: int, n: int, scaling: Scaling, *, added: bool = False) -> Tiling:
     """The tiling from `CHOICES` for a batch of results [M, N], to which an array may be added."""
     if m <= 64:
@@ -222,7 +196,10 @@ def _product(
     transposed: tuple[bool, ...],
     *arguments: Array,
 ) -> Array:
-    """`_multiply` on one device."""
+    """[B, M, N] of values [B, M, K] and [B, N, K], their scales, and maybe C [B, M, N].
+
+    `transposed` is what `xla_transposes` says.
+    """
     lhs, rhs, *scales = arguments[:4]
     add_to = arguments[4] if len(arguments) > 4 else None
     (batch, m, _), n = lhs.shape, rhs.shape[1]
