@@ -24,6 +24,7 @@ from jaxfp8.kernels._mosaic_tiles import (
     RAGGED,
     T,
     check_jax,
+    load,
     place,
     shared_tile,
 )
@@ -138,8 +139,7 @@ def _loaded(kind: _Kind, staged: Any, rows: Any, columns: Any) -> Array:
     """Some rows and columns of a staged operand, in float32 registers."""
     index = {"tile": (rows, columns), "rows": (rows,), "columns": (columns,)}[kind]
     layout = {"tile": plgpu.Layout.WGMMA, "rows": ONE_A_ROW, "columns": _ONE_A_COLUMN}[kind]
-    load: Any = plgpu.load  # before jax 0.11 it has no layout=
-    loaded = load(staged.at[index], layout=layout).astype(jnp.float32)
+    loaded = load(staged.at[index], layout).astype(jnp.float32)
     if kind == "tile":
         return loaded
     return lax.broadcast_in_dim(loaded, (PART, _COLUMNS), (0 if kind == "rows" else 1,))

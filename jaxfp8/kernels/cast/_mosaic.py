@@ -32,6 +32,7 @@ from jaxfp8.kernels._mosaic_tiles import (
     T,
     count_tiles,
     grid,
+    load,
     load_parts,
     place,
     shared_tile,
@@ -165,8 +166,7 @@ class _CopiesKernel:
         if one is not None:
             multiplier = jnp.full(rows.shape, one)
         else:
-            load: Any = plgpu.load  # before jax 0.11 it has no layout=
-            line = load(staged.multipliers.at[index], layout=ONE_A_ROW)
+            line = load(staged.multipliers.at[index], ONE_A_ROW)
             multiplier = lax.broadcast_in_dim(line, rows.shape, (0,))
         staged.values[index] = kernel_cast(rows, multiplier, self.format)
 

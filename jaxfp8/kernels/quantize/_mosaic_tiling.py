@@ -33,6 +33,7 @@ from jaxfp8.kernels._mosaic_tiles import (
     T,
     check_jax,
     grid,
+    load,
     load_parts,
     place,
     shared_tile,
@@ -226,10 +227,7 @@ class _GatheringReader(Reader):
             shape = PART, _PART_COLUMNS
             row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
             for index in range(T // _PART_COLUMNS):
-                load: Any = plgpu.load  # before jax 0.11 it has no layout=
-                loaded = load(
-                    arrived.at[index, rows], layout=plgpu.Layout.WGMMA, optimized=False
-                ).astype(jnp.float32)
+                loaded = load(arrived.at[index, rows], optimized=False).astype(jnp.float32)
                 kept = jnp.where(row + part * PART < rows_here, loaded, jnp.zeros_like(loaded))
                 tile[rows, pl.ds(index * _PART_COLUMNS, _PART_COLUMNS)] = kept.astype(tile.dtype)
 

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes
+from jaxfp8.kernels._mosaic_tiles import load
 from jaxfp8.kernels.scaled_matmul.hopper._matmul import Tile
 from jaxfp8.kernels.scaled_matmul.hopper._memory import (
     Block,
@@ -62,9 +63,8 @@ class _Share:
 
 def _load_scales(scales: Any, across: int, *, shared: bool = True) -> Array:
     """Scales of rows (`across` 1) or columns (0) in float32, for the values of each thread."""
-    load: Any = plgpu.load  # before jax 0.11 it has no layout=
     # For global memory jax 0.11 has only plain loads.
-    found = load(scales, layout=plgpu.Layout.WGMMA.reduce(across), optimized=shared)
+    found = load(scales, plgpu.Layout.WGMMA.reduce(across), optimized=shared)
     return float32_of_bytes(found) if found.dtype == jnp.uint8 else found
 
 
@@ -311,9 +311,7 @@ class _Epilogue:
             return sums
         # The patch has arrived. Before that, shared memory has an older patch.
         plgpu.barrier_wait(outgoing.addend_filled.at[warpgroup])
-        here, layout = outgoing.addend.at[warpgroup], plgpu.Layout.WGMMA
-        addend = plgpu.load(here, layout=layout)  # type: ignore[call-arg]  # of jax before 0.11
-        return sums + addend.astype(jnp.float32)
+        return sums + load(outgoing.addend.at[warpgroup]).astype(jnp.float32)
 
     def _write(self, patch: int, result: Array, rows: Any, columns: Any) -> None:
         """Round a patch, store it in shared memory, and let TMA write it to the result."""
