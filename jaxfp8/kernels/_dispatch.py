@@ -180,7 +180,6 @@ class Backend:
       estimated: of a cast: whether `plan/` knows its cost, that of one pass over the tensor. Other
         kernels cast only if the user names them.
       writes_transposed: of a cast: whether it writes a copy transposed if its direction says so.
-      adds: of a matmul: whether it takes `add_to`. If not, XLA adds.
       tilings: of a matmul: gives every `tiling=` that it takes, for timings.
       rows: of a cast and of a grouped matmul: tiles of rows must be multiples of it.
     """
@@ -195,7 +194,6 @@ class Backend:
     route: Route | None = None
     estimated: bool = False
     writes_transposed: bool = False
-    adds: bool = False
     tilings: Callable[[], Iterable[Any]] | None = None
     rows: int = 1
 

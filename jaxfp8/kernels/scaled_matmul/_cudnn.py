@@ -146,15 +146,9 @@ def _check(operand: QuantizedTensor, axes: OperandAxes) -> None:
 
 def _per_32(operand: QuantizedTensor, scale: Array, axes: OperandAxes) -> Array:
     """The scale of each 1x32 tile, E8M0, in the rank of the operand."""
-    byte = (
-        lax.bitcast_convert_type(scale, jnp.uint8)
-        if scale.dtype == E8M0.dtype
-        else _exponent_byte(scale)
-    )
+    if scale.dtype == E8M0.dtype:
+        byte = lax.bitcast_convert_type(scale, jnp.uint8)
+    else:  # the exponent field of a float32 power of two: both have the bias 127
+        byte = (lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
     byte = repeat_scale(operand, byte, axes.contracted[-1], _TILE)
     return lax.bitcast_convert_type(byte, E8M0.dtype)
-
-
-def _exponent_byte(scale: Array) -> Array:
-    """The E8M0 byte of a float32 power of two: its exponent field, for both have the bias 127."""
-    return (lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)

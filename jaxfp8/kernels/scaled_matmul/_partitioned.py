@@ -99,8 +99,10 @@ def in_auto_mesh(
         out_sharding=call.out_sharding,
     )
     (result,) = jax.make_jaxpr(dot)(lhs.values, rhs.values).out_avals
+    # Inside an Auto mesh no type says how the result is split.
+    untyped = dataclasses.replace(call, out_sharding=None)
     inside = jax.sharding.auto_axes(
-        lambda lhs, rhs: scaled_matmul(lhs, rhs, call.in_auto_mesh), out_sharding=result.sharding
+        lambda lhs, rhs: scaled_matmul(lhs, rhs, untyped), out_sharding=result.sharding
     )
     return inside(lhs, rhs)
 
