@@ -146,17 +146,21 @@ def _loaded(kind: _Kind, staged: Any, rows: Any, columns: Any) -> Array:
 
 
 def make_reader(
-    operands: Sequence[Array], prologue: AbstractPrologue | None, *, separate: bool = False
+    operands: Sequence[Array],
+    prologue: AbstractPrologue | None,
+    *,
+    separate: bool = False,
+    multipliers: Sequence[Array] = (),
 ) -> tuple[Reader, list[Array]]:
     """The reader, and the operands as it reads them. All but the first may have axes of size 1.
 
     Matrices [M, K] become one matrix if that cuts no tile, unless `separate`.
     """
     x, *others = operands
-    # Matrices also stay separate if each has its own values for columns: the rows of one matrix
-    # share these values.
+    # Matrices also stay separate if each has its own values, or multipliers, for columns: the rows
+    # of one matrix share these.
     separate = separate or any(
-        each.shape[-2] == 1 and each.size > each.shape[-1] for each in others
+        each.shape[-2] == 1 and each.size > each.shape[-1] for each in (*others, *multipliers)
     )
     matrices = x.reshape(-1, *x.shape[-2:]) if separate else _as_matrices(x)
     described: list[tuple[_Kind, DType]] = [("tile", x.dtype)]

@@ -204,12 +204,9 @@ def copies(
 
     def local(*arrays: Array) -> tuple[Array, ...]:
         x, multipliers = arrays[0], arrays[len(operands) :]
-        # Matrices with different multipliers of columns stay separate. Otherwise the tokens of all
-        # matrices become rows of one matrix.
-        separate = cast.separate or any(
-            each.shape[-2] == 1 and each.size > each.shape[-1] for each in multipliers
+        source, read = make_reader(
+            arrays[: len(operands)], prologue, separate=cast.separate, multipliers=multipliers
         )
-        source, read = make_reader(arrays[: len(operands)], prologue, separate=separate)
         lines = [pad_lines(each, x.shape, source.shape[0]) for each in multipliers]
         kernel = _CopiesKernel(
             source=source,
