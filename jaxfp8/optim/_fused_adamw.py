@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxfp8._typing import ArrayLike, PyTree
-from jaxfp8.kernels.adamw._api import GROUP, TRITON, AdamWStep
+from jaxfp8.kernels.adamw._api import TRITON
+from jaxfp8.kernels.adamw._step import GROUP, AdamWStep
 from jaxfp8.optim._eight_bit_formats import ExpandedFP8, ExpandedFP8State, Int8, Int8State
 from jaxfp8.optim._master_weights import MasterWeightsState, with_master_weights
 from jaxfp8.optim._masters import BFloat16Plus, BFloat16PlusState, Float32

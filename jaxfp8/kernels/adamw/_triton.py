@@ -17,7 +17,7 @@ from jaxfp8.kernels._dispatch import compute_capability_of
 from jaxfp8.kernels._on_mesh import mesh_of, on_mesh
 from jaxfp8.kernels._triton_call import triton_call
 from jaxfp8.kernels.adamw import _triton_kernels as kernels
-from jaxfp8.kernels.adamw._api import GROUP, AdamWStep
+from jaxfp8.kernels.adamw._step import GROUP, AdamWStep
 from jaxfp8.numerics._per_block import merge_axes, split_axis
 
 BLOCK, WARPS = 32, 8  # groups and warps of a program: 16 values a thread

@@ -148,10 +148,10 @@ def multiply(
     # the two tiles of a cluster.
     down, across = tiling.tile
     extents = down, across * tiling.cluster
-    laid_out = [
+    lhs_scale, rhs_scale = (
         lay_out_scales(scale, side, extent, scaling)
         for side, (scale, extent) in enumerate(zip(scales, extents, strict=True))
-    ]
+    )
     if add_to is not None:
         row = round_up_row(1, add_to.dtype.itemsize)
         add_to = pad_to_multiple(pad_to_multiple(add_to, 1, _BOX), 2, row)
@@ -161,7 +161,8 @@ def multiply(
         add_to=None if add_to is None else add_to.dtype,
         grouping=None if groups is None else "rows" if isinstance(groups, RowTiles) else "groups",
     )  # fmt: skip
-    return launch(matmul, Given(lhs, rhs, *laid_out, add_to, groups))[:, :m, :n]
+    given = Given(lhs, rhs, lhs_scale, rhs_scale, add_to, groups)
+    return launch(matmul, given)[:, :m, :n]
 
 
 def launch(matmul: Matmul, given: Given) -> Array:
