@@ -11,7 +11,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxfp8.kernels import _dispatch, _on_mesh
-from jaxfp8.kernels.scaled_matmul import _partitioned
 
 LOADS_TRANSPOSED = jax.__version_info__ >= (0, 11)
 needs_mosaic = pytest.mark.skipif(not LOADS_TRANSPOSED, reason="the kernels need jax 0.11")
@@ -56,7 +55,6 @@ def interpreted(function, *arguments):
         plgpu.force_gpu_interpret_mode(parameters),
         mock.patch.object(_dispatch, "platform_dependent", _as_on_cuda),
         mock.patch.object(_on_mesh, "custom_partitioning", _OnOneDevice),
-        mock.patch.object(_partitioned, "custom_partitioning", _OnOneDevice),
     ):
         results = jax.block_until_ready(function(*arguments))
     # It is made by the first kernel that runs.

@@ -20,7 +20,6 @@ from target import Target
 import jaxfp8 as fp8
 from jaxfp8._quantized_tensor import Cast, Direction
 from jaxfp8.kernels.cast import _api as cast
-from jaxfp8.kernels.quantize import _api as quantize
 from jaxfp8.numerics import amax
 from jaxfp8.numerics._scale import ScaleRule
 
@@ -91,6 +90,10 @@ def options_of(rule: ScaleRule) -> dict[str, Any]:
     return {"power_of_two": rule.power_of_two, "scale_format": rule.scale_format}
 
 
+# Triton's kernel finds its scales, and reads one array: it takes no known scales and no prologue.
+NOT_TRITON = {name: backend for name, backend in cast.BACKENDS.items() if name != "triton"}
+
+
 def quantized(name: str, *granularities: Any, rule: ScaleRule) -> Way:
     """A cast with scales from the array's own amaxes, in each granularity."""
 
@@ -98,7 +101,7 @@ def quantized(name: str, *granularities: Any, rule: ScaleRule) -> Way:
         copies = fp8.quantize(x, fp8.E4M3, granularities, kernels=kernels, **options_of(rule))
         return tuple(array for q in copies for array in as_read(q))
 
-    return Way(name=name, run=run, backends=quantize.BACKENDS)
+    return Way(name=name, run=run, backends=cast.BACKENDS)
 
 
 def produced(
@@ -114,9 +117,7 @@ def produced(
         copies = fp8.quantize((x, other), fp8.E4M3, granularities, **how)
         return tuple(array for q in copies for array in as_read(q))
 
-    # Triton's kernel reads one array only, so it cannot compute a prologue.
-    backends = {name: backend for name, backend in quantize.BACKENDS.items() if name != "triton"}
-    return Way(name=name, run=run, backends=backends, beside=lambda shape: (beside(shape),))
+    return Way(name=name, run=run, backends=NOT_TRITON, beside=lambda shape: (beside(shape),))
 
 
 def summed(name: str, *granularities: Any, rule: ScaleRule) -> Way:
@@ -125,11 +126,11 @@ def summed(name: str, *granularities: Any, rule: ScaleRule) -> Way:
     def run(x: jax.Array, kernels: fp8.Kernels) -> tuple[jax.Array, ...]:
         directions = tuple(map(Direction, granularities))
         how = cast_by(kernels, x, directions, rule=rule, column_sums=True)
-        copies, extras = quantize.quantize(x, how)
+        copies, extras = cast.cast_copies(x, how)
         sums = jnp.sum(x if extras.column_sums is None else extras.column_sums, 0, jnp.float32)
         return *(array for q in copies for array in as_read(q)), sums
 
-    return Way(name=name, run=run, backends=quantize.BACKENDS)
+    return Way(name=name, run=run, backends=cast.BACKENDS)
 
 
 def as_read(q: fp8.QuantizedTensor) -> tuple[jax.Array, jax.Array]:
@@ -144,7 +145,7 @@ def as_read(q: fp8.QuantizedTensor) -> tuple[jax.Array, jax.Array]:
 
 
 CASTS = (
-    Way(name="tensor, scale known, and amax", run=known_scale, backends=cast.BACKENDS, scalars=1),
+    Way(name="tensor, scale known, and amax", run=known_scale, backends=NOT_TRITON, scalars=1),
     quantized("1x128 and 128x1", fp8.PerBlock((1, 128)), fp8.PerBlock((128, 1)), rule=POWERS),
     quantized("1x128", fp8.PerBlock((1, 128)), rule=POWERS),
     quantized("rows", fp8.PerAxis(0), rule=POWERS),
@@ -155,7 +156,7 @@ CASTS = (
     Way(
         name="tensor, scale known, amax, and transposed",
         run=functools.partial(known_scale, both=True),
-        backends=cast.BACKENDS,
+        backends=NOT_TRITON,
         scalars=1,
     ),
     quantized("rows and columns", fp8.PerAxis(0), fp8.PerAxis(1), rule=POWERS),

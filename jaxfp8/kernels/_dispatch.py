@@ -40,36 +40,22 @@ def _on_platform(
     """`kernel(*args, **kwargs)` on a platform, `elsewhere(like, *args, **kwargs)` on the others.
 
     Both return trees of arrays of the same structure, shapes and dtypes. `like` is that tree, with
-    `jax.ShapeDtypeStruct`s as leaves. Arguments are trees. Leaves that are no arrays are static.
+    `jax.ShapeDtypeStruct`s as leaves.
     """
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    dynamic = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-
-    def of_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arrays: Any) -> Any:
-            given = iter(arrays)
-            args, kwargs = jax.tree.unflatten(
-                structure, [next(given) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
-            )
-            return function(*args, **kwargs)
-
-        return run
-
     # The kernel is traced before the choice of a platform, because `elsewhere` needs the types of
     # its results. The branch of the platform runs this trace.
-    traced, like = jax.make_jaxpr(of_arrays(kernel), return_shape=True)(*dynamic)
+    traced, like = jax.make_jaxpr(lambda: kernel(*args, **kwargs), return_shape=True)()
     of_results: Any = jax.tree.structure(like)
 
-    def here(*arrays: Any) -> list[Any]:
-        return list(jaxpr_as_fun(traced)(*arrays))
-
-    def other(*arrays: Any) -> list[Any]:
-        results = of_arrays(lambda *a, **k: elsewhere(like, *a, **k))(*arrays)
+    def other() -> list[Any]:
+        results = elsewhere(like, *args, **kwargs)
         assert of_results == jax.tree.structure(results), (results, like)
         leaves = jax.tree.leaves(results)
         return [_as(x, aval) for x, aval in zip(leaves, traced.out_avals, strict=True)]
 
-    results = platform_dependent(*dynamic, default=other, **{platform: here})
+    # Branches without operands: `platform_dependent` takes arrays only, and arguments are trees
+    # with static leaves.
+    results = platform_dependent(default=other, **{platform: jaxpr_as_fun(traced)})
     return jax.tree.unflatten(of_results, results)
 
 
@@ -146,7 +132,12 @@ def dispatch(
     for attempt in attempts:
         name, told = (attempt, {}) if isinstance(attempt, str) else attempt
         try:
-            result = _backend(operation, backends, name)(*args, **kwargs, **told)
+            if name not in backends:
+                raise NotImplementedError(
+                    f"There is no backend {name!r} of {operation}, only {sorted(backends)}. Name "
+                    "one of these."
+                )
+            result = backends[name](*args, **kwargs, **told)
             if record is not None:
                 record.append(Dispatched(attempt, {by: str(reason) for by, reason in reasons}))
             return result
@@ -166,17 +157,6 @@ def dispatch(
 def _say(what: str) -> None:
     """Log a message once. `plan/` chooses by shape, so it cannot foresee every case of a layer."""
     logging.getLogger("jaxfp8").warning(what)
-
-
-def _backend(
-    operation: str, backends: Mapping[str, Callable[..., Any]], name: str
-) -> Callable[..., Any]:
-    if name not in backends:
-        raise NotImplementedError(
-            f"There is no backend {name!r} of {operation}, only {sorted(backends)}. Name one of "
-            "these."
-        )
-    return backends[name]
 
 
 # Backends: the rows of the table of an operation.
@@ -233,7 +213,6 @@ class Backend:
       estimated: of a cast: whether `plan/` knows its cost, that of one pass over the tensor. Other
         kernels cast only if the user names them.
       writes_transposed: of a cast: whether it writes a copy transposed if its direction says so.
-      adds: of a matmul: whether it takes `add_to`. If not, XLA adds.
       tilings: of a matmul: gives every `tiling=` that it takes, for timings.
       rows: of a cast and of a grouped matmul: tiles of rows must be multiples of it.
     """
@@ -248,7 +227,6 @@ class Backend:
     route: Route | None = None
     estimated: bool = False
     writes_transposed: bool = False
-    adds: bool = False
     tilings: Callable[[], Iterable[Any]] | None = None
     rows: int = 1
 
@@ -280,7 +258,7 @@ def kernels_of(chip: "Chip", backends: Mapping[str, Backend]) -> tuple[str, ...]
 # The chips that FP8 code is written for. The user names a chip; nothing detects it.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Chip:
     """A chip and what it can do.
 
@@ -289,42 +267,34 @@ class Chip:
       platform: jax's platform name.
       family: the name of its architecture, as messages write it. Kernels are written for a family.
       compute_capability: (major, minor) of an NVIDIA GPU; None for other chips.
-      fp8_matmul: whether XLA can multiply FP8 in the hardware of this chip.
     """
 
     name: str
     platform: Literal["cpu", "cuda", "rocm", "tpu"]
     family: str
     compute_capability: tuple[int, int] | None = None
-    fp8_matmul: bool = False
 
-
-# cuBLASLt multiplies FP8 from compute capability 8.9 on (cuBLAS documentation, "8-bit floating
-# point"). ROCm and TPU have FP8 units, too. But nothing here was compiled or run for them, so they
-# take the portable path.
-_FP8_SINCE = (8, 9)
-
-
-def _nvidia(name: str, family: str, compute_capability: tuple[int, int]) -> Chip:
-    fp8_matmul = compute_capability >= _FP8_SINCE
-    return Chip(
-        name=name, platform="cuda", family=family, compute_capability=compute_capability,
-        fp8_matmul=fp8_matmul,
-    )  # fmt: skip
+    @property
+    def fp8_matmul(self) -> bool:
+        """Whether XLA can multiply FP8 in the hardware of this chip."""
+        # cuBLASLt multiplies FP8 from compute capability 8.9 on (cuBLAS documentation, "8-bit
+        # floating point"). ROCm and TPU have FP8 units, too. But nothing here was compiled or run
+        # for them, so they take the portable path.
+        return self.compute_capability is not None and self.compute_capability >= (8, 9)
 
 
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip(name="cpu", platform="cpu", family="CPU"),
-        _nvidia("a100", "Ampere", (8, 0)),
-        _nvidia("l4", "Ada", (8, 9)),
-        _nvidia("l40s", "Ada", (8, 9)),
-        _nvidia("h100", "Hopper", (9, 0)),
-        _nvidia("h200", "Hopper", (9, 0)),
-        _nvidia("b200", "Blackwell", (10, 0)),
-        Chip(name="mi300x", platform="rocm", family="CDNA 3"),
-        Chip(name="tpu", platform="tpu", family="TPU"),
+        Chip("cpu", "cpu", "CPU"),
+        Chip("a100", "cuda", "Ampere", (8, 0)),
+        Chip("l4", "cuda", "Ada", (8, 9)),
+        Chip("l40s", "cuda", "Ada", (8, 9)),
+        Chip("h100", "cuda", "Hopper", (9, 0)),
+        Chip("h200", "cuda", "Hopper", (9, 0)),
+        Chip("b200", "cuda", "Blackwell", (10, 0)),
+        Chip("mi300x", "rocm", "CDNA 3"),
+        Chip("tpu", "tpu", "TPU"),
     )
 }
 

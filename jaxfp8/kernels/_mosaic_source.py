@@ -24,6 +24,7 @@ from jaxfp8.kernels._mosaic_tiles import (
     RAGGED,
     T,
     check_jax,
+    load,
     place,
     shared_tile,
 )
@@ -138,25 +139,28 @@ def _loaded(kind: _Kind, staged: Any, rows: Any, columns: Any) -> Array:
     """Some rows and columns of a staged operand, in float32 registers."""
     index = {"tile": (rows, columns), "rows": (rows,), "columns": (columns,)}[kind]
     layout = {"tile": plgpu.Layout.WGMMA, "rows": ONE_A_ROW, "columns": _ONE_A_COLUMN}[kind]
-    load: Any = plgpu.load  # before jax 0.11 it has no layout=
-    loaded = load(staged.at[index], layout=layout).astype(jnp.float32)
+    loaded = load(staged.at[index], layout).astype(jnp.float32)
     if kind == "tile":
         return loaded
     return lax.broadcast_in_dim(loaded, (PART, _COLUMNS), (0 if kind == "rows" else 1,))
 
 
 def make_reader(
-    operands: Sequence[Array], prologue: AbstractPrologue | None, *, separate: bool = False
+    operands: Sequence[Array],
+    prologue: AbstractPrologue | None,
+    *,
+    separate: bool = False,
+    multipliers: Sequence[Array] = (),
 ) -> tuple[Reader, list[Array]]:
     """The reader, and the operands as it reads them. All but the first may have axes of size 1.
 
     Matrices [M, K] become one matrix if that cuts no tile, unless `separate`.
     """
     x, *others = operands
-    # Matrices also stay separate if each has its own values for columns: the rows of one matrix
-    # share these values.
+    # Matrices also stay separate if each has its own values, or multipliers, for columns: the rows
+    # of one matrix share these.
     separate = separate or any(
-        each.shape[-2] == 1 and each.size > each.shape[-1] for each in others
+        each.shape[-2] == 1 and each.size > each.shape[-1] for each in (*others, *multipliers)
     )
     matrices = x.reshape(-1, *x.shape[-2:]) if separate else _as_matrices(x)
     described: list[tuple[_Kind, DType]] = [("tile", x.dtype)]

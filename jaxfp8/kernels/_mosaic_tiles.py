@@ -105,15 +105,20 @@ def shared_tile(dtype: DType, shape: Axes) -> Any:
     )
 
 
+def load(source: Any, layout: Any = plgpu.Layout.WGMMA, *, optimized: bool = True) -> Array:
+    """The array of a ref in registers, in a layout that says which thread holds which value."""
+    loads: Any = plgpu.load  # before jax 0.11 it has no layout=
+    loaded: Array = loads(source, layout=layout, optimized=optimized)
+    return loaded
+
+
 def load_parts(tile: Any, *, transposed: bool, rows: int = PART) -> Iterator[tuple[Any, Array]]:
     """The tile, or its transpose, in parts: their index, and their rows [rows, T] in float32."""
     source = tile.transpose((1, 0)) if transposed else tile
     # A whole tile would be 128 values for each of the 128 threads, half of a thread's registers.
     for first in range(0, T, rows):
         index = pl.ds(first, rows)
-        load: Any = plgpu.load  # before jax 0.11 it has no layout=
-        loaded = load(source.at[index], layout=plgpu.Layout.WGMMA)
-        yield index, loaded.astype(jnp.float32)
+        yield index, load(source.at[index]).astype(jnp.float32)
 
 
 # Sums of the columns of an array, in a kernel that casts the array.

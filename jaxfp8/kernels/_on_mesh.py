@@ -8,8 +8,8 @@ same axis of the operand. Then nothing is gathered, unless a shard would cut a t
 import functools
 import math
 import re
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jaxfp8.sharding._amax import vary_as
 from jaxfp8.sharding._specs import mesh_axes, whole_mesh_axes
 
 _Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
+_Results = TypeVar("_Results", Array, tuple[Array, ...])
 
 
 def on_mesh(kernel: _Kernel, sides: Axes, cells: tuple[Axes, ...]) -> _Kernel:
@@ -41,10 +42,7 @@ def on_mesh(kernel: _Kernel, sides: Axes, cells: tuple[Axes, ...]) -> _Kernel:
     def call(x: Array, *others: Array) -> tuple[Array, ...]:
         kinds = set(mesh_of(x, *others).axis_types)
         if kinds == {AxisType.Manual}:
-            # The types of a kernel's results may name no manual axes. The results depend on all
-            # operands, so they vary over every axis that an operand varies over.
-            x, *beside = (functools.reduce(vary_as, (x, *others), each) for each in (x, *others))
-            return tuple(vary_as(result, x) for result in kernel(x, *beside))
+            return on_this_device(kernel, x, *others)
         if len(kinds) > 1:
             raise NotImplementedError(
                 f"The mesh has axes of the types {sorted(map(str, kinds))}. A kernel needs axes of "
@@ -67,6 +65,44 @@ def on_mesh(kernel: _Kernel, sides: Axes, cells: tuple[Axes, ...]) -> _Kernel:
         beside = (each if there else each[None] for each, there in zip(others, mapped, strict=True))
         return call(x, *beside), (True,) * len(cells)
 
+    return call
+
+
+def on_this_device(kernel: Callable[..., _Results], *operands: Array) -> _Results:
+    """`kernel(*operands)` inside `jax.shard_map`."""
+    # The types of a kernel's results may name no manual axes. The results depend on all operands,
+    # so they vary over every axis that an operand varies over.
+    first, *others = (functools.reduce(vary_as, operands, each) for each in operands)
+    results: _Results = jax.tree.map(lambda each: vary_as(each, first), kernel(first, *others))
+    return results
+
+
+def partitioned(
+    kernel: Callable[..., _Results],
+    infer: Callable[[Any, Any], Any],
+    partition: Callable[[Any, Any], Any],
+    rule: str,
+    whole: Collection[str],
+    sizes: dict[str, int],
+) -> Callable[..., _Results]:
+    """The kernel with its partitioning rules for XLA: `infer` and `partition` of mesh and operands.
+
+    `rule` is Shardy's, `sizes` has the sizes of its compound factors, and `whole` the factors that
+    are not split.
+    """
+    call = custom_partitioning(lambda *operands: kernel(*operands))
+    call.def_partition(
+        lambda mesh, operands, results: partition(mesh, operands),
+        infer_sharding_from_operands=lambda mesh, operands, results: infer(mesh, operands),
+        # XLA may split an axis over part of a mesh axis. JAX cannot decode that and would raise.
+        decode_shardings=False,
+        sharding_rule=rule,
+        # Shardy takes these factors only in the order in which the rule names them.
+        need_replication_factors=tuple(
+            dict.fromkeys(factor for factor in re.findall(r"\w+", rule) if factor in whole)
+        ),
+        **sizes,
+    )
     return call
 
 
@@ -117,36 +153,29 @@ def _auto(
 
     def placed(mesh: Any, x: Any) -> NamedSharding:
         spec = list(whole_mesh_axes(x, mesh))
-        sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
         for axis, side in zip(range(ndim - len(sides), ndim), sides, strict=True):
             # If shards would cut tiles, each device gets all of the axis.
-            if x.shape[axis] % (side * math.prod(sizes[name] for name in spec[axis])):
+            if x.shape[axis] % (side * math.prod(mesh.shape[name] for name in spec[axis])):
                 spec[axis] = ()
         return NamedSharding(mesh, jax.P(*spec))
 
-    def infer(mesh: Any, arguments: Any, results: Any) -> tuple[NamedSharding, ...]:
-        del results
+    def infer(mesh: Any, arguments: Any) -> tuple[NamedSharding, ...]:
         return (placed(mesh, arguments[0]),) * len(cells)
 
-    def partition(mesh: Any, arguments: Any, results: Any) -> Any:
-        del results
+    def partition(mesh: Any, arguments: Any) -> Any:
         lie = placed(mesh, arguments[0])
         beside = (NamedSharding(mesh, _of_other(lie.spec, each.shape)) for each in others)
         return mesh, kernel, (lie,) * len(cells), (lie, *beside)
 
-    call = custom_partitioning(lambda x, *others: kernel(x, *others))
-    call.def_partition(
-        partition,
-        infer_sharding_from_operands=infer,
-        # XLA may split an axis over part of a mesh axis. JAX cannot decode that and would raise.
-        decode_shardings=False,
-        **_rule(x.shape, cells, [each.shape for each in others]),
+    return partitioned(
+        kernel, infer, partition, *_rule(x.shape, cells, [each.shape for each in others])
     )
-    return call
 
 
-def _rule(shape: Axes, cells: tuple[Axes, ...], others: list[Axes]) -> dict[str, Any]:
-    """Shardy's rule, as keyword arguments of `def_partition`."""
+def _rule(
+    shape: Axes, cells: tuple[Axes, ...], others: list[Axes]
+) -> tuple[str, set[str], dict[str, int]]:
+    """Shardy's rule, the factors that stay whole, and the sizes of compound ones."""
     # The factors of the rule, numbered by axis:
     #
     # - l: a leading axis
@@ -177,22 +206,18 @@ def _rule(shape: Axes, cells: tuple[Axes, ...], others: list[Axes]) -> dict[str,
         ]
 
     x = term((1,) * len(sides))
-    operands = [x]
-    for n, other in enumerate(others):
-        operands.append(
-            [
-                each if size > 1 else f"u{n}{axis}"
-                for axis, (each, size) in enumerate(zip(x, other, strict=True))
-            ]
-        )
+    beside = [
+        [
+            each if size > 1 else f"u{n}{axis}"
+            for axis, (each, size) in enumerate(zip(x, other, strict=True))
+        ]
+        for n, other in enumerate(others)
+    ]
     rule = " -> ".join(
-        ", ".join(map(" ".join, terms)) for terms in (operands, [term(of) for of in cells])
+        ", ".join(map(" ".join, terms)) for terms in ([x, *beside], [term(of) for of in cells])
     )
     compound = {name: side for name, side in inside.items() if f" {name})" in rule}
-    whole = {*inside, *(f"t{axis}" for axis in ragged)}
-    # Shardy takes these factors only in the order in which the rule names them.
-    ordered = dict.fromkeys(factor for factor in re.findall(r"\w+", rule) if factor in whole)
-    return {"sharding_rule": rule, "need_replication_factors": tuple(ordered), **compound}
+    return rule, {*inside, *(f"t{axis}" for axis in ragged)}, compound
 
 
 # FP8 values that XLA writes in the order of their axes, before a kernel reads them transposed.

@@ -38,17 +38,17 @@ class Way:
     tiling: Tiling | None = None  # of a backend that has tilings, which chooses one for None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.backend, str):
-            raise TypeError(
-                f"backend={self.backend!r} must be a name. Write a string, 'xla' for instance."
-            )
-        tiled = [name for name, row in BACKENDS.items() if row.tilings is not None]
-        if self.tiling is not None and self.backend not in tiled:
+        # Timings of another version may name a backend that is no more.
+        row = BACKENDS.get(self.backend)
+        if self.tiling is not None and (row is None or row.tilings is None):
             raise ValueError(
-                f"backend={self.backend!r} takes no tiling, only {', '.join(map(repr, tiled))} "
-                "does; got "
-                f"{self.tiling!r}. Leave tiling= out."
+                f"backend={self.backend!r} takes no tiling; got {self.tiling!r}. Leave tiling= out."
             )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Extra arguments of the backend."""
+        return {} if self.tiling is None else {"tiling": self.tiling}
 
     def __str__(self) -> str:
         fields = {} if self.tiling is None else dataclasses.asdict(self.tiling)
@@ -62,6 +62,11 @@ class Time:
     way: Way
     seconds: float
     quartiles: tuple[float, float]
+
+    def __post_init__(self) -> None:
+        seconds = self.seconds, *self.quartiles
+        if not all(0 <= each < math.inf for each in seconds):
+            raise ValueError(f"times of {seconds} s, which must be finite and not negative")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,8 +107,11 @@ class Timings:
 
     def fastest(self, matmul: str) -> Way | None:
         """The way with the smallest median time; None for a matmul that was not timed."""
-        times = dict(self.times).get(matmul)
-        return min(times, key=lambda time: time.seconds).way if times else None
+        return next(iter(self._ranked(matmul)), None)
+
+    def _ranked(self, matmul: str) -> list[Way]:
+        times = dict(self.times).get(matmul, ())
+        return [time.way for time in sorted(times, key=lambda time: time.seconds)]
 
     def choose(
         self,
@@ -119,12 +127,9 @@ class Timings:
         call's `out_sharding`. With `add_to` the tilings are left out, because shared memory or
         registers may not suffice for the added array.
         """
-        times = dict(self.times).get(describe(lhs, rhs, call), ())
-        ways = [time.way for time in sorted(times, key=lambda time: time.seconds)]
-        cut = [way.tiling if add_to is None else None for way in ways]
         return [
-            (way.backend, {} if tiling is None else {"tiling": tiling})
-            for way, tiling in zip(ways, cut, strict=True)
+            (way.backend, way.options if add_to is None else {})
+            for way in self._ranked(describe(lhs, rhs, call))
         ]
 
     def merged(self, other: "Timings") -> "Timings":
@@ -148,7 +153,14 @@ class Timings:
         plain = {"schema": _SCHEMA} | dataclasses.asdict(self)
         plain["versions"] = dict(self.versions)
         plain["times"] = [
-            {"matmul": matmul, "times": [_plain(time) for time in times]}
+            {
+                "matmul": matmul,
+                "times": [
+                    dataclasses.asdict(each.way)
+                    | {"seconds": each.seconds, "quartiles": each.quartiles}
+                    for each in times
+                ],
+            }
             for matmul, times in self.times
         ]
         Path(path).write_text(json.dumps(plain, indent=1) + "\n")
@@ -222,36 +234,11 @@ def _operand(operand: QuantizedTensor) -> str:
     return f"{operand.format.name.lower()}[{shape}] {scaled} {operand.scale.dtype.name}{powers}"
 
 
-def _plain(time: Time) -> dict[str, Any]:
-    tiling = None if time.way.tiling is None else dataclasses.asdict(time.way.tiling)
-    return {
-        "backend": time.way.backend,
-        "tiling": tiling,
-        "seconds": time.seconds,
-        "quartiles": time.quartiles,
-    }
-
-
 def _time(plain: dict[str, Any]) -> Time:
     low, high = plain["quartiles"]
     tiling = None if plain["tiling"] is None else Tiling(**plain["tiling"])
-    seconds, low, high = map(_finite, (plain["seconds"], low, high))
-    return Time(
-        way=Way(backend=plain["backend"], tiling=tiling),
-        seconds=seconds,
-        quartiles=(low, high),
-    )
-
-
-def _finite(seconds: object) -> float:
-    """Raise ValueError for a time that cannot be compared."""
-    if (
-        isinstance(seconds, bool)
-        or not isinstance(seconds, int | float)
-        or not 0 <= seconds < math.inf
-    ):
-        raise ValueError(f"a time of {seconds!r} s, which must be finite and not negative")
-    return float(seconds)
+    way = Way(backend=plain["backend"], tiling=tiling)
+    return Time(way=way, seconds=plain["seconds"], quartiles=(low, high))
 
 
 # How many seconds programs take on a GPU.
@@ -270,8 +257,8 @@ _ROUNDS = 11
 _SECONDS = 2e-2  # how long each program runs in a round
 
 
-def _looped(work: Callable[..., PyTree], types: PyTree) -> tuple[Callable[..., PyTree], int]:
-    """A program that repeats `work`, and how many times it does so for each set of arguments."""
+def _looped(work: Callable[..., PyTree], types: PyTree) -> Callable[..., PyTree]:
+    """A program that repeats `work` `_TURNS` times for each set of arguments."""
 
     def program(sets: Sequence[Any]) -> PyTree:
         def turn(_: Any, carry: Any) -> Any:
@@ -287,7 +274,7 @@ def _looped(work: Callable[..., PyTree], types: PyTree) -> tuple[Callable[..., P
         )
         return lax.fori_loop(0, _TURNS, turn, (nothing, list(sets)))[0]
 
-    return program, _TURNS
+    return program
 
 
 def _sets_of(types: PyTree) -> list[PyTree]:
@@ -357,8 +344,7 @@ def _ways(operands: Operands, call: MatmulCall, backends: Iterable[str]) -> Iter
 
 def _multiplied_by(way: Way, call: MatmulCall) -> Callable[..., Array]:
     """The function that does the matmul of two operands in this way."""
-    tiling: dict[str, Any] = {} if way.tiling is None else {"tiling": way.tiling}
-    return functools.partial(BACKENDS[way.backend], call=call, **tiling)
+    return functools.partial(BACKENDS[way.backend], call=call, **way.options)
 
 
 def measure(
@@ -368,20 +354,19 @@ def measure(
     tried = list(_ways(operands, call, backends))
     sets = _sets_of(operands)
 
-    def compiled(way: Way) -> tuple[Callable[..., Array], Callable[..., Any], int]:
+    def compiled(way: Way) -> tuple[Callable[..., Array], Callable[..., Any]]:
         work = _multiplied_by(way, call)
-        program, turns = _looped(work, operands)
-        lowered = jax.jit(work).lower(*sets[0]), jax.jit(program).lower(sets)
-        return lowered[0].compile(), lowered[1].compile(), turns
+        program = jax.jit(_looped(work, operands))
+        return jax.jit(work).lower(*sets[0]).compile(), program.lower(sets).compile()
 
     # There are dozens of tilings, and most of the time of `autotune` is compiling them.
     with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS)) as pool:
-        works, programs, turns = zip(*pool.map(compiled, tried), strict=True)
+        works, programs = zip(*pool.map(compiled, tried), strict=True)
     products: dict[str, np.ndarray[Any, Any]] = {}
     for way, work, program in zip(tried, works, programs, strict=True):
         _check(matmul, way, np.asarray(work(*sets[0]), np.float32), products)
         jax.block_until_ready(program(sets))
-    seconds = _times(programs, sets, turns[0] * len(sets))
+    seconds = _times(programs, sets, _TURNS * len(sets))
     quartiles = [[float(q) for q in np.percentile(each, (25, 50, 75))] for each in seconds]
     return tuple(
         Time(way=way, seconds=middle, quartiles=(low, high))

@@ -13,10 +13,10 @@ from jax import lax
 from jaxfp8._geometry import OPERANDS, Geometry, TrainingGeometry
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType, FP8StateError, Matmul, Tensor
+from jaxfp8.kernels.cast._api import BACKENDS as CASTS
 from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
 from jaxfp8.kernels.grouped_matmul._api import groups_product, rows_product
 from jaxfp8.kernels.grouped_matmul._groups import Groups
-from jaxfp8.kernels.quantize._api import CASTS
 from jaxfp8.kernels.scaled_matmul._api import multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._formats import sum_dtype

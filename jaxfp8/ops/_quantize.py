@@ -22,7 +22,6 @@ from jaxfp8._typing import (
     ScaleRounding,
 )
 from jaxfp8.kernels.cast._api import KnownScale, cast_copies
-from jaxfp8.kernels.quantize import _api as kernel
 from jaxfp8.kernels.scaled_matmul._api import multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.matmul._options import check_arrays, check_float
@@ -322,7 +321,7 @@ def quantize(
         backends=check_kernels(kernels).for_cast(granularities, math.prod(source.shape)),
     )
     if scale is None:
-        copies, _ = kernel.quantize(source, cast, key=key)
+        copies, _ = cast_copies(source, cast, key=key)
         return copies if isinstance(granularity, tuple) else copies[0]
     if rule != ScaleRule() or isinstance(granularity, tuple):
         raise ValueError(

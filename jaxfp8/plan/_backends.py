@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from jaxfp8._typing import Matmul, Tensor
 from jaxfp8.kernels._dispatch import Chip, Route, chip_named, kernels_of
+from jaxfp8.kernels.cast._api import BACKENDS as CASTS
 from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
-from jaxfp8.kernels.quantize._api import CASTS
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.plan._costs import (

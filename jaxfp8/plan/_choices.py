@@ -15,7 +15,7 @@ from jaxfp8._geometry import OPERANDS
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType, Matmul, Tensor
 from jaxfp8.kernels._dispatch import Dispatched, Route, chip_named, recorded
-from jaxfp8.kernels.quantize._api import CASTS
+from jaxfp8.kernels.cast._api import BACKENDS as CASTS
 from jaxfp8.kernels.scaled_matmul._api import multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._amax import amax

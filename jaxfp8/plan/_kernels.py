@@ -12,7 +12,7 @@ from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType
 from jaxfp8.kernels._dispatch import CHIPS, Attempt, Backend, Chip, chip_named
 from jaxfp8.kernels._timings import Timings
-from jaxfp8.kernels.quantize._api import CASTS
+from jaxfp8.kernels.cast._api import BACKENDS as CASTS
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._formats import FLOAT_DTYPES

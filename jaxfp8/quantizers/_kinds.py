@@ -15,8 +15,7 @@ import numpy as np
 
 from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, Rounding, ScaleRounding
-from jaxfp8.kernels.cast._api import KnownScale
-from jaxfp8.kernels.quantize._api import quantize
+from jaxfp8.kernels.cast._api import KnownScale, cast_copies
 from jaxfp8.numerics._exact import TINY
 from jaxfp8.numerics._formats import E8M0, Format
 from jaxfp8.numerics._granularity import AbstractGranularity, PerRow, PerTensor
@@ -269,7 +268,7 @@ class Current(AbstractQuantizer):
         self, x: Source, cast: Cast, inputs: ScaleInputs, *, key: Array | None = None
     ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
         if self.granularity.in_tiles:  # a tile is on one device, so a kernel can find its amax
-            return quantize(x, cast, key=key)
+            return cast_copies(x, cast, key=key)
         if isinstance(x, Produced) and _wide_operands(x) > 1:
             # The amax was taken before, in another read. To write x there and read it here costs no
             # more than to read the two arrays of the prologue again.

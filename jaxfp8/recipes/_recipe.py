@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, get_args
 from jaxfp8._geometry import OPERANDS, TrainingGeometry
 from jaxfp8._quantized_tensor import Cast, Direction
 from jaxfp8._typing import Axes, Matmul, Tensor
-from jaxfp8.kernels.quantize._api import CASTS
+from jaxfp8.kernels.cast._api import BACKENDS as CASTS
 from jaxfp8.numerics._formats import E5M2
 from jaxfp8.quantizers._base import AbstractQuantizer
 

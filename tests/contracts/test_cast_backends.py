@@ -13,7 +13,7 @@ from hard_inputs import DTYPES, SHAPE, hard_arrays
 import jaxfp8 as fp8
 from jaxfp8.kernels.cast._api import BACKENDS
 
-HERE = [name for name in BACKENDS if name != "mosaic"]
+HERE = [name for name in BACKENDS if name not in ("mosaic", "triton")]
 pytestmark = pytest.mark.parametrize("format", [fp8.E4M3, fp8.E5M2], ids=repr)
 of_each = pytest.mark.parametrize("backend", HERE)
 # The reference is XLA's code with barriers: where ranks and sizes are at stake, not rounding.

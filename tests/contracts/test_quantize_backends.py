@@ -16,7 +16,7 @@ from hard_inputs import DTYPES, hard_arrays
 from hard_tiles import TILES, assert_dequantizes, assert_equals_oracle, hard_tiles, scale_of
 
 import jaxfp8 as fp8
-from jaxfp8.kernels.quantize._api import BACKENDS, quantize
+from jaxfp8.kernels.cast._api import BACKENDS, cast_copies
 from jaxfp8.numerics._scale import ScaleRule
 
 RULES = {
@@ -65,7 +65,7 @@ def jitted(x, tiles, kinds, backend, dequantized=True):
     One program: compiling is slow.
     """
     copies = {
-        (rule, format): quantize(
+        (rule, format): cast_copies(
             x,
             cast_in(
                 FORMATS[format],
@@ -195,7 +195,9 @@ def test_one_bad_element_spoils_its_tile_only(backend):
 def test_eager_equals_jit(backend, rule):
     x, tiles = jax.device_put(hard_arrays(np.float32)["a_row_of_each"]), ((1, 128), (32, 32))
     granularities = map(fp8.PerBlock, tiles)
-    eager, _ = quantize(x, cast_in(fp8.E4M3, *granularities, rule=RULES[rule], backends=(backend,)))
+    eager, _ = cast_copies(
+        x, cast_in(fp8.E4M3, *granularities, rule=RULES[rule], backends=(backend,))
+    )
     for one, (other, _), tile in zip(
         eager, jitted(x, tiles, ((rule, "E4M3"),), backend)[rule, "E4M3"], tiles, strict=True
     ):
@@ -276,8 +278,8 @@ def test_stochastic_rounding(backend):
     @jax.jit
     def both(x, key):
         how = {"rule": RULES["rceil"], "backends": (backend,)}
-        drawn, _ = quantize(x, cast_in(fp8.E4M3, *tiles, rounding="stochastic", **how), key=key)
-        nearest, _ = quantize(x, cast_in(fp8.E4M3, *tiles, **how))
+        drawn, _ = cast_copies(x, cast_in(fp8.E4M3, *tiles, rounding="stochastic", **how), key=key)
+        nearest, _ = cast_copies(x, cast_in(fp8.E4M3, *tiles, **how))
         return [
             (q, near, (q.dequantize() - x).mean()) for q, near in zip(drawn, nearest, strict=True)
         ]

@@ -50,8 +50,9 @@ def compiled_code(folder, grouping, tiling, scaling, out_dtype, steps):
     """What ptxas said of the kernel, and its PTX. A kernel that was compiled is not dumped again:
     `steps` are its own.
     """
-    from jaxfp8.kernels.scaled_matmul.hopper._kernel import grouped_kernel
+    from jaxfp8.kernels.scaled_matmul.hopper._kernel import launch
     from jaxfp8.kernels.scaled_matmul.hopper._matmul import Matmul
+    from jaxfp8.kernels.scaled_matmul.hopper._memory import Given
     from jaxfp8.kernels.scaled_matmul.hopper._tiling import GroupSteps, RowTiles
 
     k, n, rows = T * steps, 512, grouping == "rows"
@@ -74,8 +75,8 @@ def compiled_code(folder, grouping, tiling, scaling, out_dtype, steps):
     groups = RowTiles(*[one(TILES)] * 4) if rows else GroupSteps(*[one(E)] * 2)
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
     try:
-        given = array(1, m, k, dtype=e4m3), array(of_rhs, n, k, dtype=e4m3), *scales, groups
-        compile_for("h200", grouped_kernel(matmul), *given)
+        given = array(1, m, k, dtype=e4m3), array(of_rhs, n, k, dtype=e4m3), *scales
+        compile_for("h200", lambda given: launch(matmul, given), Given(*given, groups=groups))
     finally:
         del os.environ["MOSAIC_GPU_DUMP_TO"]
     (log,), (code,) = Path(folder).glob("*.ptxas"), Path(folder).glob("*.ptx")
@@ -143,7 +144,7 @@ def test_gathered_rows_of_whole_boxes_compile(dtype, k):
     def run(x, sizes):
         groups = Groups.of(sizes, tokens=TOKENS, tile=T)
         rows = Gathered(groups.tiled(x), x, groups.first_row, groups.live_rows)
-        return [copy.scale for copy in _mosaic.quantize(rows, cast, key=None)[0]]
+        return [copy.scale for copy in _mosaic.cast_copies(rows, cast, None, key=None)[0]]
 
     given = array(TOKENS, k, dtype=jnp.dtype(dtype)), array(E, dtype=jnp.dtype("int32"))
     assert "mosaic_gpu" in compile_for("h200", run, *given).as_text()

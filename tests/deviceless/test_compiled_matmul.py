@@ -38,30 +38,28 @@ def compile_on_h200(function, *arguments, **options):
         return jax.jit(function, **options).lower(*placed).compile()
 
 
+def matmul_of(tiling, formats, out_dtype, scaling, k, add_to=None, m=512):
+    from jaxfp8.kernels.scaled_matmul.hopper._matmul import Matmul
+
+    dtypes = tuple(jnp.dtype(format.dtype) for format in formats)
+    return Matmul(
+        batch=2, m=m, n=512, k=k, formats=dtypes, out_dtype=out_dtype, tiling=tiling,
+        scaling=scaling, add_to=add_to,
+    )  # fmt: skip
+
+
 def compiled_code(folder, tiling, formats, out_dtype, scaling, k, add_to=None, m=512):
     """What ptxas said of the kernel, its PTX, and the program around it.
 
     A kernel that this process compiled before is not dumped: k is its own.
     """
-    from jaxfp8.kernels.scaled_matmul.hopper._kernel import dense_kernel
-    from jaxfp8.kernels.scaled_matmul.hopper._matmul import Matmul
+    from jaxfp8.kernels.scaled_matmul.hopper._kernel import launch
+    from jaxfp8.kernels.scaled_matmul.hopper._memory import Given
 
-    dtypes = tuple(jnp.dtype(format.dtype) for format in formats)
-    call = dense_kernel(
-        Matmul(
-            batch=2,
-            m=m,
-            n=512,
-            k=k,
-            formats=dtypes,
-            out_dtype=out_dtype,
-            tiling=tiling,
-            scaling=scaling,
-            add_to=add_to,
-        )
-    )
+    matmul = matmul_of(tiling, formats, out_dtype, scaling, k, add_to, m)
+    call = lambda *arrays: launch(matmul, Given(*arrays))
     lhs, rhs = (
-        array(2, size, k, dtype=dtype) for size, dtype in zip((m, 512), dtypes, strict=True)
+        array(2, size, k, dtype=dtype) for size, dtype in zip((m, 512), matmul.formats, strict=True)
     )
     cells = 1 if scaling.at_end else k // scaling.tile
     across = ((4, cells) if scaling.tile == T else (k // T, 64)) if scaling.square else (cells, 512)
@@ -136,9 +134,8 @@ def test_spills_nothing_and_multiplies_in_fp8(index, tmp_path):
     assert "serialized" not in log  # what ptxas says where it waits for each wgmma
     (used,) = {int(registers) for registers in re.findall(r"Used (\d+) registers", log)}
     # Of the products of tiles of 32 several may be on their way.
-    assert used <= (
-        tiling.registers(scaling=scaling, itemsize=out_dtype.itemsize) if scaling.tile == T else 168
-    )
+    matmul = matmul_of(tiling, formats, out_dtype, scaling, T)
+    assert used <= (matmul.registers if scaling.tile == T else 168)
     # 128 of K are four wgmma of 32, in the formats of the operands and no other.
     kinds = "".join(f".{format.name.lower()}" for format in formats)
     wanted = f"wgmma.mma_async.sync.aligned.m64n{tiling.columns}k32.f32{kinds}"

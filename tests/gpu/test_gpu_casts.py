@@ -14,7 +14,6 @@ from hard_tiles import TILES, assert_dequantizes, assert_equals_oracle, hard_til
 import jaxfp8 as fp8
 from jaxfp8.kernels.cast import _api as cast
 from jaxfp8.kernels.grouped_matmul._groups import Groups
-from jaxfp8.kernels.quantize import _api as quantize
 from jaxfp8.numerics._scale import ScaleRule
 from jaxfp8.prologues._prologue import Gathered
 
@@ -42,7 +41,7 @@ def all_kinds(x, granularities, kinds, backend):
 
     def one(x, rule, format):
         how = {"rule": RULES[rule], "backends": (backend,)}
-        copies, _ = quantize.quantize(x, cast_in(FORMATS[format], *granularities, **how))
+        copies, _ = cast.cast_copies(x, cast_in(FORMATS[format], *granularities, **how))
         return [(q, q.dequantize()) for q in copies]
 
     able, reasons = [], []
@@ -59,7 +58,7 @@ def all_kinds(x, granularities, kinds, backend):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tile", TILES.values(), ids=[*TILES])
-@pytest.mark.parametrize("backend", quantize.BACKENDS)
+@pytest.mark.parametrize("backend", cast.BACKENDS)
 def test_hard_tiles(backend, tile, dtype):
     """NaN, inf, zeros, subnormals, and the amaxes at which scales change, padded to whole tiles of
     128.
@@ -83,7 +82,7 @@ def test_hard_tiles(backend, tile, dtype):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("backend", quantize.BACKENDS)
+@pytest.mark.parametrize("backend", cast.BACKENDS)
 def test_shapes(backend, rules, tiles, shape):
     """Both directions in one call, more tiles than processors, ragged edges."""
     random = np.random.default_rng(0)
@@ -104,7 +103,7 @@ def gathered_casts(x, sizes, rule):
     side = 32 if rule == "rceil" else 128
     both = fp8.PerBlock((1, 1, side)), fp8.PerBlock((1, side, 1))
     how = {"rule": RULES[rule], "transposed": (False, True), "backends": ("mosaic",)}
-    copies, _ = quantize.quantize(rows, cast_in(fp8.E4M3, *both, **how))
+    copies, _ = cast.cast_copies(rows, cast_in(fp8.E4M3, *both, **how))
     return [(jax.lax.bitcast_convert_type(q.values, np.uint8), q.scale) for q in copies]
 
 
@@ -127,7 +126,7 @@ def test_gathered_rows(rule, dtype, k, gpu, cpu):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kept", [None, (0,), (1,)], ids=str)
-@pytest.mark.parametrize("backend", quantize.BACKENDS)
+@pytest.mark.parametrize("backend", cast.BACKENDS)
 def test_current_scales(backend, kept, dtype):
     """Per tensor and per row: the division, too, is the CPU's."""
     granularity = fp8.PerTensor() if kept is None else fp8.PerAxis(*kept)
@@ -135,7 +134,7 @@ def test_current_scales(backend, kept, dtype):
 
     def run(x):
         return [
-            quantize.quantize(
+            cast.cast_copies(
                 x,
                 cast_in(FORMATS[format], granularity, rule=RULES[rule], backends=(backend,)),
             )[0][0]

@@ -10,7 +10,6 @@ import jaxfp8 as fp8
 from jaxfp8.kernels._dispatch import CHIPS, Backend, Route, chip_named, kernels_of
 from jaxfp8.kernels.cast import _api as cast
 from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
-from jaxfp8.kernels.quantize import _api as quantize
 from jaxfp8.kernels.scaled_matmul import _api as scaled_matmul
 from jaxfp8.plan._backends import Backends, _kernels_for, casting_backends, faster_than_xla
 from jaxfp8.plan._costs import PEAKS, Peak, sides_of
@@ -114,19 +113,13 @@ def test_backends_that_are_written_for_a_chip():
     assert casting_backends("h200", [*tile, fp8.PerTensor()]) == ("xla",)
 
 
-def test_rows_of_one_name_state_the_same_facts():
-    """A cast is planned before it is known whether its scales are, so both tables must agree."""
-    fields = ("needs", "platform", "families", "estimated", "writes_transposed", "rows")
-    for name in cast.BACKENDS.keys() & quantize.BACKENDS:
-        rows = cast.BACKENDS[name], quantize.BACKENDS[name]
-        one, other = ([getattr(row, field) for field in fields] for row in rows)
-        assert one == other, name
+def test_a_grouped_matmul_has_the_name_of_a_matmul():
     assert grouped_matmul.BACKENDS.keys() <= scaled_matmul.BACKENDS.keys()
 
 
 def test_a_kernel_for_a_tpu_is_a_row_and_figures(monkeypatch):
     """The program has these kernels on a TPU. A CPU runs `elsewhere`."""
-    multiply, cast_all = (of.BACKENDS["xla"].function for of in (scaled_matmul, quantize))
+    multiply, cast_all = (of.BACKENDS["xla"].function for of in (scaled_matmul, cast))
     of_tpu = {"platform": "tpu", "families": ("TPU",)}
     matmul = Backend(
         function=lambda lhs, rhs, call: jnp.sin(multiply(lhs, rhs, call)),
@@ -135,13 +128,13 @@ def test_a_kernel_for_a_tpu_is_a_row_and_figures(monkeypatch):
         **of_tpu,
     )
     casting = Backend(
-        function=lambda x, cast, *, key: cast_all(jnp.tanh(x), cast, key=key),
+        function=lambda x, cast, scales, *, key: cast_all(jnp.tanh(x), cast, scales, key=key),
         elsewhere=lambda like, *given, **how: cast_all(*given, **how),
         estimated=True,
         **of_tpu,
     )
     monkeypatch.setitem(scaled_matmul.BACKENDS, "of tpu", matmul)
-    monkeypatch.setitem(quantize.BACKENDS, "of tpu", casting)
+    monkeypatch.setitem(cast.BACKENDS, "of tpu", casting)
     monkeypatch.setitem(PEAKS, "tpu", Peak(bf16=1e15, fp8=2e15, bandwidth=4e12))
     recipe, tpu, shape = TILES["blockwise"], fp8.Kernels("tpu"), (4096, 4096, 4224)
     # Choices are cached. No other test asks for this shape.

@@ -1,1 +1,1 @@
-"""The cast from high precision to FP8, with known scales."""
+"""The cast from high precision to FP8."""

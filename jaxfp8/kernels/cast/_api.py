@@ -1,4 +1,4 @@
-"""The entry to the cast with known scales: high precision in, QuantizedTensors out.
+"""The entry to the cast: high precision in, QuantizedTensors out.
 
 The cast for XLA is here, too.
 """
@@ -7,7 +7,6 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
@@ -15,10 +14,14 @@ from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._dispatch import Backend, dispatch
 from jaxfp8.kernels._on_mesh import on_mesh, write_in_order
+from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._rounding import saturating_cast
 from jaxfp8.prologues._prologue import Source, value_of
 
-# The cast for XLA. It is elementwise, so XLA fuses it with the producer of x and an amax of x.
+# The cast for XLA: for each direction a reduction for the amax, and an elementwise cast.
+#
+# XLA fuses them. On a GPU x is read once for the amax and once for the cast, in each direction. If
+# scales are known, the cast is fused with the producer of x and an amax of x.
 #
 # With barriers it is the reference: XLA cannot fuse or rewrite anything across them.
 
@@ -26,19 +29,22 @@ from jaxfp8.prologues._prologue import Source, value_of
 def cast_by_xla(
     x: Source,
     cast: Cast,
-    scales: Sequence[tuple[Array, Array]],
+    scales: Sequence[tuple[Array, Array]] | None,
     *,
     key: Array | None,
     barriers: bool,
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
     """See `cast_copies`."""
     array = value_of(x)
+    cut = lax.optimization_barrier if barriers else lambda arrays: arrays
+    if scales is None:
+        amaxes = (cut(amax(array, each)) for each in cast.granularities)
+        scales = [cast.rule.apply(each, cast.format) for each in amaxes]
     if not barriers and any(each.in_rows for each in cast.granularities):
         array = _in_its_layout(array)
     values, known = [], []
-    for direction, (multiplier, scale) in zip(cast.directions, scales, strict=True):
-        if barriers:
-            multiplier, scale = jax.lax.optimization_barrier((multiplier, scale))
+    for direction, pair in zip(cast.directions, scales, strict=True):
+        multiplier, scale = cut(pair)
         spread = direction.granularity.expand(multiplier, array.shape)
         value = saturating_cast(array, spread, cast.format, rounding=cast.rounding, key=key)
         values.append(_in_order_on_mesh(value) if direction.transposed else value)
@@ -85,7 +91,7 @@ def _elsewhere(
     like: tuple[tuple[QuantizedTensor, ...], CastExtras],
     x: Source,
     cast: Cast,
-    scales: tuple[KnownScale, ...],
+    scales: tuple[KnownScale, ...] | None,
     *,
     key: Array | None,
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
@@ -97,7 +103,7 @@ def _elsewhere(
 BACKENDS: dict[str, Backend] = {
     "xla": Backend(function=functools.partial(cast_by_xla, barriers=False)),
     "mosaic": Backend(
-        "jaxfp8.kernels.cast._mosaic",
+        "jaxfp8.kernels.quantize._mosaic",
         "cast_copies",
         needs="Pallas Mosaic GPU",
         platform="cuda",
@@ -107,23 +113,37 @@ BACKENDS: dict[str, Backend] = {
         writes_transposed=True,
         rows=128,
     ),
+    # jax-triton before 0.4 cannot be imported without the CUDA wheels.
+    "triton": Backend(
+        "jaxfp8.kernels.quantize._triton",
+        "cast_copies",
+        needs="Triton (pip install 'jaxfp8[triton]', with cuda12 or cuda13)",
+        platform="cuda",
+        elsewhere=_elsewhere,
+        families=("Ada", "Hopper", "Blackwell"),
+    ),
     "reference": Backend(function=functools.partial(cast_by_xla, barriers=True)),
 }
 
 
 def cast_copies(
-    x: Source, cast: Cast, scales: tuple[KnownScale, ...], *, key: Array | None = None
+    x: Source, cast: Cast, scales: tuple[KnownScale, ...] | None = None, *, key: Array | None = None
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-    """The copies of x that a cast asks for, in one call, so that a kernel can read x once.
+    """The copies of x that a cast asks for, all of them from the high-precision x.
 
-    x is floating point, or the result of a prologue with its arrays. Of the cast's rule only
-    `exact` is used: whether scales are powers of two. There is one scale for each direction. The
-    key is for stochastic rounding.
+    It is one call, so that a kernel can do all of it in one read of x. x is floating point, or the
+    result of a prologue with its arrays. XLA fuses the prologue, and kernels in Pallas read the
+    arrays. The key is for stochastic rounding.
+
+    There is one scale for each direction. Of the cast's rule then only `exact` is used: whether
+    scales are powers of two. Without scales they come from the amax of the array on this device.
+    Scales that span devices must be known.
 
     The extras are empty for XLA's cast: the caller computes the amax, and XLA fuses it with the
     cast.
     """
+    operation = "quantize" if scales is None else "cast"
     result: tuple[tuple[QuantizedTensor, ...], CastExtras] = dispatch(
-        "cast", BACKENDS, cast.backends, x, cast, scales, key=key
+        operation, BACKENDS, cast.backends, x, cast, scales, key=key
     )
     return result

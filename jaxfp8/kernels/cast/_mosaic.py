@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
+from jaxfp8._quantized_tensor import Cast, CastExtras
 from jaxfp8._typing import Array
 from jaxfp8.kernels._mosaic_source import (
     ONE_A_ROW,
@@ -32,6 +32,7 @@ from jaxfp8.kernels._mosaic_tiles import (
     T,
     count_tiles,
     grid,
+    load,
     load_parts,
     place,
     shared_tile,
@@ -165,29 +166,12 @@ class _CopiesKernel:
         if one is not None:
             multiplier = jnp.full(rows.shape, one)
         else:
-            load: Any = plgpu.load  # before jax 0.11 it has no layout=
-            line = load(staged.multipliers.at[index], layout=ONE_A_ROW)
+            line = load(staged.multipliers.at[index], ONE_A_ROW)
             multiplier = lax.broadcast_in_dim(line, rows.shape, (0,))
         staged.values[index] = kernel_cast(rows, multiplier, self.format)
 
 
-# The calls of the kernel: for known scales, and for any multipliers.
-
-
-def cast_copies(
-    x: Source, cast: Cast, scales: Sequence[tuple[Array, Array]], *, key: Array | None
-) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-    """See `kernels.cast._api.cast_copies`. It takes no tiles, and rounds to nearest."""
-    del key
-    if cast.rounding != "nearest" or any(each.in_tiles for each in cast.granularities):
-        raise NotImplementedError(
-            f"The cast has granularities={cast.granularities!r} and rounding={cast.rounding!r}. "
-            "This kernel needs scales that are not in tiles, and rounding='nearest'. Write "
-            "casts='xla' in fp8.Kernels."
-        )
-    multipliers, known = zip(*scales, strict=True)
-    values, extras = copies(x, cast, multipliers)
-    return cast.copies(values, known, x.dtype), extras
+# The call of the kernel.
 
 
 def copies(
@@ -220,12 +204,9 @@ def copies(
 
     def local(*arrays: Array) -> tuple[Array, ...]:
         x, multipliers = arrays[0], arrays[len(operands) :]
-        # Matrices with different multipliers of columns stay separate. Otherwise the tokens of all
-        # matrices become rows of one matrix.
-        separate = cast.separate or any(
-            each.shape[-2] == 1 and each.size > each.shape[-1] for each in multipliers
+        source, read = make_reader(
+            arrays[: len(operands)], prologue, separate=cast.separate, multipliers=multipliers
         )
-        source, read = make_reader(arrays[: len(operands)], prologue, separate=separate)
         lines = [pad_lines(each, x.shape, source.shape[0]) for each in multipliers]
         kernel = _CopiesKernel(
             source=source,

@@ -71,9 +71,7 @@ def rows_product(
     matrix, rows = groups.matrix, groups.live_rows
     place = jnp.arange(groups.tile, dtype=jnp.int32)[:, None]
 
-    def loop(arrays: PyTree, *, steps: Array | int | None) -> Array:
-        lhs, rhs, groups, matrix, rows = arrays
-
+    def loop(steps: Array | int) -> Array:
         def step(tile: Array, y: Array) -> Array:
             found = product(_at(lhs, tile), _at(rhs, matrix[tile])).astype(out_dtype)
             # Rows behind a ragged tile are those of the next tile, which writes them later, or of
@@ -82,11 +80,10 @@ def rows_product(
             return lax.dynamic_update_slice(y, found, (groups.first_row[tile], jnp.int32(0)))
 
         y = jnp.zeros((groups.tokens + groups.tile, columns), out_dtype)
-        y = _varying_as(y, arrays)
-        steps = groups.used if steps is None else steps
+        y = _varying_as(y, (lhs, rhs, groups))
         return lax.fori_loop(0, steps, step, y)[: groups.tokens]
 
-    return _looped(loop, (lhs, rhs, groups, matrix, rows), groups.count)
+    return _looped(loop, groups)
 
 
 def groups_product(
@@ -98,11 +95,9 @@ def groups_product(
     `product` multiplies [P, K] and [P, N] over the rows, and does not round. Each leaf of lhs and
     rhs is [R, ...]. `shape` is (K, N).
     """
-    wide = sum_dtype(out_dtype)
+    wide, matrices, rows = sum_dtype(out_dtype), groups.matrix, groups.live_rows
 
-    def loop(arrays: PyTree, *, steps: Array | int | None) -> Array:
-        lhs, rhs, groups, matrices, rows = arrays
-
+    def loop(steps: Array | int) -> Array:
         def step(tile: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             summed, result = carry
             matrix = matrices[tile]
@@ -115,19 +110,16 @@ def groups_product(
             return summed, lax.dynamic_update_slice(result, summed[None].astype(out_dtype), start)
 
         zeros = jnp.zeros(shape, wide), jnp.zeros((groups.experts, *shape), out_dtype)
-        carry = tuple(_varying_as(each, arrays) for each in zeros)
-        steps = groups.used if steps is None else steps
+        carry = tuple(_varying_as(each, (lhs, rhs, groups)) for each in zeros)
         return lax.fori_loop(0, steps, step, carry)[1]
 
-    return _looped(loop, (lhs, rhs, groups, groups.matrix, groups.live_rows), groups.count)
+    return _looped(loop, groups)
 
 
-def _looped(loop: Callable[..., Array], arrays: PyTree, tiles: int) -> Array:
+def _looped(loop: Callable[[Array | int], Array], groups: Groups) -> Array:
     """The loop over the tiles of all groups on a CPU, and over all tiles elsewhere."""
     result: Array = lax.platform_dependent(
-        arrays,
-        cpu=functools.partial(loop, steps=None),
-        default=functools.partial(loop, steps=tiles),
+        cpu=lambda: loop(groups.used), default=lambda: loop(groups.count)
     )
     return result
 

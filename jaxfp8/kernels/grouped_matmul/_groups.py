@@ -28,15 +28,10 @@ from jaxfp8._typing import Array
 )
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """The tiles of rows that cover all groups, and the tail behind them.
+    """The tiles of rows that cover all groups, and the tail behind them."""
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> groups = Groups.of(jnp.array([5, 0, 3]), tokens=10, tile=4)
-      >>> groups.group, groups.rows
-      (Array([0, 0, 2, 3, 4], dtype=int32), Array([4, 1, 3, 2, 0], dtype=int32))
-    """
-
+    # Sizes [5, 0, 3] of T = 10 rows, in tiles of P = 4, have groups [0, 0, 2, 3, 4] and rows
+    # [4, 1, 3, 2, 0].
     group: Array  # i32[R], the group of each tile; E in the tail, E + 1 for an unused tile
     first_row: Array  # i32[R], the first row of each tile; T for an unused tile
     rows: Array  # i32[R], how many rows of a tile exist; 0 for an unused tile

@@ -13,11 +13,10 @@ References:
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
+from jax.custom_batching import sequential_vmap
 from jax.sharding import AxisType
 
 from jaxfp8._geometry import Geometry
@@ -26,16 +25,9 @@ from jaxfp8._typing import Array
 from jaxfp8.kernels._on_mesh import mesh_of
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall, as_matrix, transpose_last, xla_transposes
-from jaxfp8.kernels.scaled_matmul.hopper._door import check_operands
-from jaxfp8.kernels.scaled_matmul.hopper._kernel import grouped_kernel
-from jaxfp8.kernels.scaled_matmul.hopper._matmul import (
-    Matmul,
-    inner_tile,
-    lay_out_scales,
-    pad_to_multiple,
-    scale_matrix,
-    shares_columns,
-)
+from jaxfp8.kernels.scaled_matmul.hopper._door import check_operands, scaling_of
+from jaxfp8.kernels.scaled_matmul.hopper._kernel import multiply
+from jaxfp8.kernels.scaled_matmul.hopper._matmul import scale_matrix
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import (
     CHOICES,
@@ -44,10 +36,7 @@ from jaxfp8.kernels.scaled_matmul.hopper._tiling import (
     RowTiles,
     Tiling,
 )
-from jaxfp8.numerics._formats import E8M0
 from jaxfp8.sharding._amax import vary_as
-
-_BOX = 8  # rows of a box in shared memory
 
 
 def grouped_matmul(
@@ -77,21 +66,14 @@ def grouped_matmul(
             f"blocks of {T} rows. Write matmuls='xla' in fp8.Kernels."
         )
 
-    @custom_vmap
-    def multiply(lhs: QuantizedTensor, rhs: QuantizedTensor, groups: Groups) -> Array:
+    @sequential_vmap
+    def product(lhs: QuantizedTensor, rhs: QuantizedTensor, groups: Groups) -> Array:
         leaves = jax.tree.leaves((lhs, rhs, groups))
-        product = _groups if call.sums_rows else _rows
-        return functools.reduce(vary_as, leaves, product(lhs, rhs, groups, call, tiling))
+        of_kind = _groups if call.sums_rows else _rows
+        return functools.reduce(vary_as, leaves, of_kind(lhs, rhs, groups, call, tiling))
 
-    @multiply.def_vmap
-    def batched(size: int, mapped: Any, *arguments: Any) -> tuple[Array, bool]:
-        full = jax.tree.map(
-            lambda leaf, there: leaf if there else jnp.broadcast_to(leaf, (size, *leaf.shape)),
-            arguments, tuple(mapped),
-        )  # fmt: skip
-        return jax.lax.map(lambda each: multiply(*each), full), True
-
-    return multiply(lhs, rhs, groups)
+    result: Array = product(lhs, rhs, groups)
+    return result
 
 
 def _first(stack: QuantizedTensor) -> QuantizedTensor:
@@ -104,28 +86,24 @@ def _rows(
     tiling: Tiling | None,
 ) -> Array:  # fmt: skip
     """[T, N]: each row of a group times the group's matrix."""
-    geometry, scaling = _scaling(lhs, rhs, call)
-    values, scales = zip(
-        *(_matrices(each, geometry, side, scaling) for side, each in enumerate((lhs, rhs))),
-        strict=True,
+    geometry, scaling = scaling_of(_first(lhs), _first(rhs), call, grouped=True)
+    (a, a_scale), (b, b_scale) = (
+        _matrices(each, geometry, side, scaling) for side, each in enumerate((lhs, rhs))
     )
     # Tiles of rows follow each other in one matrix.
-    a, a_scale = (x.reshape(1, -1, x.shape[-1]) for x in (values[0], scales[0]))
-    b, n = values[1], values[1].shape[1]
-    a, b = transpose_last((a, b), xla_transposes(geometry.sides, call.written_transposed))
-    tiles_of_n = -(-n // 128)
-    tiling = tiling or CHOICES["large" if groups.count * tiles_of_n >= MULTIPROCESSORS else "small"]
-    down, across = tiling.tile
-    b = pad_to_multiple(b, 1, _BOX)
-    matmul = Matmul(
-        batch=1, m=a.shape[1], n=b.shape[1], k=a.shape[2], formats=(a.dtype, b.dtype),
-        out_dtype=call.out_dtype, tiling=tiling, scaling=scaling, grouping="rows",
-        out_rows=groups.tokens,
-    )  # fmt: skip
-    a_scale = lay_out_scales(a_scale, 0, down, scaling)
-    b_scale = lay_out_scales(scales[1], 1, across * tiling.cluster, scaling)
-    tiles = _row_tiles(groups, down, matmul.steps)
-    return grouped_kernel(matmul)(a, b, a_scale, b_scale, tiles)[0, :, :n]
+    a, a_scale = (x.reshape(1, -1, x.shape[-1]) for x in (a, a_scale))
+    values = transpose_last((a, b), xla_transposes(geometry.sides, call.written_transposed))
+    tiling = tiling or _choose(groups.count, b.shape[1])
+    tiles = _row_tiles(groups, tiling.tile[0], a.shape[2] // T)
+    return multiply(
+        values, (a_scale, b_scale), tiling, scaling, batch=1, out_dtype=call.out_dtype,
+        groups=tiles, out_rows=groups.tokens,
+    )[0]  # fmt: skip
+
+
+def _choose(tiles_of_rows: int, n: int) -> Tiling:
+    """The tiling from `CHOICES` for a result of so many tiles of T rows, and N columns."""
+    return CHOICES["large" if tiles_of_rows * -(-n // T) >= MULTIPROCESSORS else "small"]
 
 
 def _row_tiles(groups: Groups, down: int, steps: int) -> RowTiles:
@@ -146,12 +124,11 @@ def _groups(
     tiling: Tiling | None,
 ) -> Array:  # fmt: skip
     """[E, K, N]: for each group the sum over its rows."""
-    geometry, scaling = _scaling(lhs, rhs, call)
+    geometry, scaling = scaling_of(_first(lhs), _first(rhs), call, grouped=True)
     sides = [_matrices(each, geometry, side, scaling) for side, each in enumerate((lhs, rhs))]
     # Rows of all tiles follow each other along the contracted axis, the last one.
     values = [values.swapaxes(0, 1).reshape(1, values.shape[1], -1) for values, _ in sides]
     values = transpose_last(values, xla_transposes(geometry.sides, call.written_transposed))
-    (_, m, k), n = values[0].shape, values[1].shape[1]
     scales = []
     for _, scale in sides:
         if scaling.at_end:  # all tiles of a group have its scales
@@ -159,34 +136,12 @@ def _groups(
             scales.append(jnp.take(scale, jnp.minimum(groups.first_tile, last), axis=0))
         else:
             scales.append(scale.swapaxes(0, 1).reshape(1, scale.shape[1], -1))
-    tiles = groups.experts * -(-m // 128) * -(-n // 128)
-    tiling = tiling or CHOICES["large" if tiles >= MULTIPROCESSORS else "small"]
-    down, across = tiling.tile
-    a, b = (pad_to_multiple(x, 1, _BOX) for x in values)
-    matmul = Matmul(
-        batch=groups.experts, m=a.shape[1], n=b.shape[1], k=k, formats=(a.dtype, b.dtype),
-        out_dtype=call.out_dtype, tiling=tiling, scaling=scaling, grouping="groups",
+    m, n = (x.shape[1] for x in values)
+    return multiply(
+        values, scales, tiling or _choose(groups.experts * -(-m // T), n), scaling,
+        batch=groups.experts, out_dtype=call.out_dtype,
+        groups=GroupSteps(first=groups.first_tile, count=groups.tiles),
     )  # fmt: skip
-    a_scale = lay_out_scales(scales[0], 0, down, scaling)
-    b_scale = lay_out_scales(scales[1], 1, across * tiling.cluster, scaling)
-    steps = GroupSteps(first=groups.first_tile, count=groups.tiles)
-    return grouped_kernel(matmul)(a, b, a_scale, b_scale, steps)[:, :m, :n]
-
-
-def _scaling(
-    lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall
-) -> tuple[Geometry, Scaling]:
-    """The axes of the matmul of one group, and how the product is scaled."""
-    geometry = call.geometry
-    a, b = _first(lhs), _first(rhs)
-    if not a.granularity.in_tiles:
-        return geometry, Scaling(at_end=True, fast=call.fast_accumulation)
-    _, tile = inner_tile(a, geometry)
-    # With square tiles of 32 a patch is 32 columns wide. A ragged patch of so few bytes a row
-    # could not be written in parts.
-    square = tile == T and shares_columns(b, geometry.rhs, tile)
-    in_bytes = tile < T and a.scale.dtype == E8M0.dtype
-    return geometry, Scaling(tile=tile, square=square, in_bytes=(in_bytes, False))
 
 
 def _matrices(

@@ -1,1 +1,1 @@
-"""High precision to FP8, with the scales of the array's own amaxes."""
+"""Kernels of the cast that find its scales."""

@@ -33,28 +33,38 @@ from jaxfp8.numerics._per_block import PerBlock, devices_of, is_explicit, merge_
 from jaxfp8.prologues._prologue import Produced, Source, prologue_of, value_of
 
 
-def quantize(
-    x: Source, cast: Cast, *, key: Array | None
+def cast_copies(
+    x: Source,
+    cast: Cast,
+    scales: Sequence[tuple[Array, Array]] | None,
+    *,
+    key: Array | None,
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-    """See `kernels.quantize._api.quantize`.
+    """See `kernels.cast._api.cast_copies`.
 
     Raises NotImplementedError for stochastic rounding and for a scale for each value. Tiles must be
-    1 x S, S x 1 or S x S, with one S of 128 or 32 in all directions. `operands_of` refuses some
-    arrays, and `on_mesh` some meshes.
+    1 x S, S x 1 or S x S, with one S of 128 or 32 in all directions, and scales of tiles unknown.
+    `operands_of` refuses some arrays, and `on_mesh` some meshes.
     """
     del key
-    if cast.rounding != "nearest":
+    in_tiles = any(granularity.in_tiles for granularity in cast.granularities)
+    if cast.rounding != "nearest" or (in_tiles and scales is not None):
         raise NotImplementedError(
-            f"The cast has rounding={cast.rounding!r}. This kernel needs rounding='nearest'. Write "
-            "casts='xla' in fp8.Kernels."
+            f"The cast has granularities={cast.granularities!r} and rounding={cast.rounding!r}, "
+            f"and scales are known: {scales is not None}. This kernel needs rounding='nearest', "
+            "and finds scales of tiles itself. Write casts='xla' in fp8.Kernels."
         )
-    if any(granularity.in_tiles for granularity in cast.granularities):
+    if in_tiles:
         return _in_tiles(x, cast)
-    return _quantize_in_two_reads(x, cast)
+    if scales is None:
+        scales = _scales(x, cast)
+    multipliers, known = zip(*scales, strict=True)
+    values, extras = copies(x, cast, multipliers)
+    return cast.copies(values, known, x.dtype), extras
 
 
 def _in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-    """`quantize` if every copy is in tiles."""
+    """`cast_copies` if every copy is in tiles."""
     # Before axes are merged, so that an error names the tile that the user wrote.
     for granularity in cast.granularities:
         check_sides(granularity, x.ndim)
@@ -159,19 +169,14 @@ _Along: TypeAlias = Literal["tensor", "rows", "columns"]
 _CELLS: dict[_Along, Axes] = {"tensor": (T, T), "rows": (1, T), "columns": (T, 1)}
 
 
-def _quantize_in_two_reads(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-    """See `quantize`; for the granularities that `_along` accepts."""
+def _scales(x: Source, cast: Cast) -> list[tuple[Array, Array]]:
+    """Multipliers and scales, for the granularities that `_along` accepts: the first read of x."""
     kinds = tuple(_along(granularity, x.ndim) for granularity in cast.granularities)
     largest = _largest_of_tiles(x, tuple(dict.fromkeys(kinds)))
-    multipliers, scales = zip(
-        *(
-            cast.rule.apply(to_float32(granularity.maximum(largest[kind])), cast.format)
-            for granularity, kind in zip(cast.granularities, kinds, strict=True)
-        ),
-        strict=True,
-    )
-    values, extras = copies(x, cast, multipliers)
-    return cast.copies(values, scales, x.dtype), extras
+    return [
+        cast.rule.apply(to_float32(granularity.maximum(largest[kind])), cast.format)
+        for granularity, kind in zip(cast.granularities, kinds, strict=True)
+    ]
 
 
 def _along(granularity: AbstractGranularity, ndim: int) -> _Along:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
+from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType
@@ -33,6 +33,7 @@ from jaxfp8.kernels._mosaic_tiles import (
     T,
     check_jax,
     grid,
+    load,
     load_parts,
     place,
     shared_tile,
@@ -226,10 +227,7 @@ class _GatheringReader(Reader):
             shape = PART, _PART_COLUMNS
             row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
             for index in range(T // _PART_COLUMNS):
-                load: Any = plgpu.load  # before jax 0.11 it has no layout=
-                loaded = load(
-                    arrived.at[index, rows], layout=plgpu.Layout.WGMMA, optimized=False
-                ).astype(jnp.float32)
+                loaded = load(arrived.at[index, rows], optimized=False).astype(jnp.float32)
                 kept = jnp.where(row + part * PART < rows_here, loaded, jnp.zeros_like(loaded))
                 tile[rows, pl.ds(index * _PART_COLUMNS, _PART_COLUMNS)] = kept.astype(tile.dtype)
 
@@ -364,7 +362,7 @@ def _largest_of_squares(largest: Array, side: int) -> Array:
 
 
 def quantize_in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-    """`quantize` if every copy is in tiles along the last two axes of x."""
+    """`cast_copies` if every copy is in tiles along the last two axes of x."""
     tilings = tuple(_tiling_of(direction, x.ndim) for direction in cast.directions)
     side, count = tilings[0].side, len(tilings)
     if any(tiling.side != side for tiling in tilings):
@@ -402,7 +400,7 @@ def quantize_in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...
 def _of_gathered(
     x: Gathered, cast: Cast, tilings: tuple[_Tiling, ...]
 ) -> tuple[QuantizedTensor, ...]:
-    """`quantize` of rows that the kernel reads where they are, on one device or in `shard_map`."""
+    """`cast_copies` of rows that the kernel gathers, on one device or in `shard_map`."""
     _check_gathered(x)
     kinds = {*mesh_of(x.rows).axis_types}
     if kinds not in ({AxisType.Manual}, set()) and mesh_of(x.rows).size > 1:
@@ -411,7 +409,7 @@ def _of_gathered(
             "inside jax.shard_map, with all axes of the mesh."
         )
 
-    @custom_vmap
+    @sequential_vmap
     def call(x: Gathered) -> tuple[Array, ...]:
         source, read = _gathering_reader(x)
         kernel = _TilesKernel(source=source, cast=cast, tilings=tilings, sums=None)
@@ -420,14 +418,6 @@ def _of_gathered(
             for tiling, copy in zip(tilings, kernel(read).copies, strict=True)
             for each in tiling.with_axes_of_x(copy, x.shape, cast.rule)
         )
-
-    @call.def_vmap
-    def batched(size: int, mapped: Any, x: Gathered) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
-        full = jax.tree.map(
-            lambda leaf, there: leaf if there else jnp.broadcast_to(leaf, (size, *leaf.shape)),
-            x, mapped[0],
-        )  # fmt: skip
-        return jax.lax.map(call, full), (True,) * (2 * len(tilings))
 
     results = call(x)
     return cast.copies(results[::2], results[1::2], x.dtype)

@@ -49,16 +49,21 @@ _OFFSETS = 2**31  # offsets inside a block are int32
 _FP8_SINCE = 89  # compute capability of the first GPUs with FP8 conversions, Ada (PTX ISA, cvt)
 
 
-def quantize(
-    x: Source, cast: Cast, *, key: Array | None
+def cast_copies(
+    x: Source, cast: Cast, scales: Any, *, key: Array | None
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-    """See `kernels.quantize._api.quantize`. It ignores `transposed`, and sums no columns.
+    """See `kernels.cast._api.cast_copies`. It ignores `transposed`, and sums no columns.
 
     It takes tiles of 1xT, Tx1 and TxT with one T, 32 or 128, or PerAxis of all axes but the last,
-    of at most 32768 values. It takes no prologue, no stochastic rounding, no float64 and no empty
-    array. `on_mesh` refuses some meshes, and an Auto mesh gathers x if its shards cut tiles.
+    of at most 32768 values. It takes no known scales, no prologue, no stochastic rounding, no
+    float64 and no empty array. `on_mesh` refuses some meshes, and an Auto mesh gathers x if its
+    shards cut tiles.
     """
     del key
+    if scales is not None:
+        raise NotImplementedError(
+            "The scales are known, and this kernel finds scales. Write casts='xla' in fp8.Kernels."
+        )
     if isinstance(x, Produced):
         raise NotImplementedError(
             f"The cast has prologue={x.prologue!r}. This kernel reads one array. Quantize "

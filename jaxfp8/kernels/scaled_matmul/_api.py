@@ -24,7 +24,7 @@ from jaxfp8.kernels.scaled_matmul.hopper._tiling import search_space
 
 
 def _adding(backend: Callable[..., Array]) -> Callable[..., Array]:
-    """The backend of a scaled matmul, with an argument `add_to` for C."""
+    """The backend of a scaled matmul, with an argument `add_to` for C, which XLA adds."""
 
     @functools.wraps(backend)
     def scaled_matmul(
@@ -72,18 +72,19 @@ def _elsewhere(
 ) -> Array:
     """The matmul that other platforms run instead of a kernel."""
     del like, tiling
-    return _adding(_xla.scaled_matmul)(lhs, rhs, call, add_to=add_to)
+    product: Array = BACKENDS["xla"](lhs, rhs, call, add_to=add_to)
+    return product
 
 
 BACKENDS: dict[str, Backend] = {
     # XLA compiles the same function for other platforms.
     "cudnn": Backend(
-        function=_cudnn.scaled_matmul,
+        function=_adding(_cudnn.scaled_matmul),
         platform="cuda",
         families=("Blackwell",),
         route=Route.BLOCK_SCALED,
     ),
-    "xla": Backend(function=_xla.scaled_matmul),
+    "xla": Backend(function=_adding(_xla.scaled_matmul)),
     "mosaic": Backend(
         "jaxfp8.kernels.scaled_matmul.hopper._door",
         "scaled_matmul",
@@ -92,10 +93,9 @@ BACKENDS: dict[str, Backend] = {
         elsewhere=_elsewhere,
         families=("Hopper",),
         route=Route.HOPPER_PALLAS,
-        adds=True,
         tilings=search_space,
     ),
-    "reference": Backend(function=_multiply_by_definition),
+    "reference": Backend(function=_adding(_multiply_by_definition)),
 }
 
 
@@ -113,10 +113,6 @@ def multiply(
     of backends, best first. A name may come with extra arguments. `add_to` [..., M, N] is added in
     float32 before the result is rounded.
     """
-    if add_to is None:
-        product: Array = dispatch("scaled_matmul", BACKENDS, attempts, lhs, rhs, call)
-        return product
-    # Hopper's kernel adds C before it writes. The other backends write float32, and XLA adds C.
-    backends = {name: row if row.adds else _adding(row) for name, row in BACKENDS.items()}
-    product = dispatch("scaled_matmul", backends, attempts, lhs, rhs, call, add_to=add_to)
+    addend = {} if add_to is None else {"add_to": add_to}
+    product: Array = dispatch("scaled_matmul", BACKENDS, attempts, lhs, rhs, call, **addend)
     return product

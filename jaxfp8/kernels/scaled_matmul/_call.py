@@ -41,11 +41,6 @@ class MatmulCall:
         """For a grouped matmul: whether it sums over the rows of a group, as wgrad does."""
         return self.geometry.lhs.contracted == (0,)
 
-    @property
-    def in_auto_mesh(self) -> "MatmulCall":
-        """The same call inside an Auto mesh, where no type says how the result is split."""
-        return dataclasses.replace(self, out_sharding=None)
-
 
 # Operands of any rank, and their scales, as the matrices that kernels multiply.
 #

@@ -20,7 +20,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType
 
 from jaxfp8._geometry import OperandAxes
@@ -38,11 +37,11 @@ from jaxfp8.kernels.scaled_matmul._call import (
 from jaxfp8.kernels.scaled_matmul._partitioned import (
     Cells,
     in_auto_mesh,
+    mapped,
     partition_matmul,
     takes_mesh,
 )
 from jaxfp8.numerics._formats import E8M0
-from jaxfp8.sharding._amax import vary_as
 
 # XLA's block-scaled matmul as an operation of JAX: on one device, on a mesh, under `jax.vmap`.
 #
@@ -55,6 +54,7 @@ from jaxfp8.sharding._amax import vary_as
 
 _TILE = 32
 """Values along K that share a scale in the hardware."""
+_CELLS = Cells(step=_TILE)
 
 _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
@@ -63,7 +63,7 @@ _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 def _block_scaled_dot(out_dtype: DType, transposed: tuple[bool, ...]) -> Callable[..., Array]:
     """The operation, for CUDA; E8M0 scales. `transposed` is what `xla_transposes` says."""
     local = functools.partial(_call, out_dtype, transposed)
-    return _mapped(local, partition_matmul(local, Cells(step=_TILE)))
+    return mapped(local, partition_matmul(local, _CELLS), _CELLS)
 
 
 def _call(out_dtype: DType, transposed: tuple[bool, ...], *arguments: Array) -> Array:
@@ -82,44 +82,6 @@ def _call(out_dtype: DType, transposed: tuple[bool, ...], *arguments: Array) -> 
         legacy_backend_config=json.dumps({"scaled_dot_backend_config": config}),
     )
     return call(*values, *arguments[2:])
-
-
-def _mapped(local: Callable[..., Array], on_mesh: Callable[..., Array]) -> Callable[..., Array]:
-    """`local` inside `jax.shard_map`, `on_mesh` elsewhere. It is one call under `jax.vmap`, too."""
-
-    @custom_vmap
-    def dot(*arguments: Array) -> Array:
-        if jax.sharding.get_abstract_mesh().manual_axes:
-            for argument in arguments:
-                arguments = tuple(vary_as(x, argument) for x in arguments)
-            return vary_as(local(*arguments), arguments[0])
-        return on_mesh(*arguments)
-
-    @dot.def_vmap
-    def batched(size: int, is_mapped: list[bool], *arguments: Array) -> tuple[Array, bool]:
-        sides = [is_mapped[side] or is_mapped[side + 2] for side in (0, 1)]  # values or scales
-        full = [
-            jnp.broadcast_to(x, (size, *x.shape)) if sides[n % 2] and not is_mapped[n] else x
-            for n, x in enumerate(arguments)
-        ]
-        # If only one operand is mapped, its rows grow, so that the other one is not repeated.
-        if all(sides):
-            product = dot(*(x.reshape(-1, *x.shape[2:]) for x in full))
-            return product.reshape(size, -1, *product.shape[1:]), True
-        rows = [
-            x.swapaxes(0, 1).reshape(x.shape[1], -1, x.shape[3]) if x.ndim == 4 else x for x in full
-        ]
-        product = dot(*rows)
-        axis = 1 if sides[0] else 2
-        split = (
-            *product.shape[:axis],
-            size,
-            product.shape[axis] // size,
-            *product.shape[axis + 1 :],
-        )
-        return jnp.moveaxis(product.reshape(split), axis, 0), True
-
-    return dot
 
 
 # The backend: operands and scales as that operation reads them.
@@ -184,15 +146,9 @@ def _check(operand: QuantizedTensor, axes: OperandAxes) -> None:
 
 def _per_32(operand: QuantizedTensor, scale: Array, axes: OperandAxes) -> Array:
     """The scale of each 1x32 tile, E8M0, in the rank of the operand."""
-    byte = (
-        lax.bitcast_convert_type(scale, jnp.uint8)
-        if scale.dtype == E8M0.dtype
-        else _exponent_byte(scale)
-    )
+    if scale.dtype == E8M0.dtype:
+        byte = lax.bitcast_convert_type(scale, jnp.uint8)
+    else:  # the exponent field of a float32 power of two: both have the bias 127
+        byte = (lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
     byte = repeat_scale(operand, byte, axes.contracted[-1], _TILE)
     return lax.bitcast_convert_type(byte, E8M0.dtype)
-
-
-def _exponent_byte(scale: Array) -> Array:
-    """The E8M0 byte of a float32 power of two: its exponent field, for both have the bias 127."""
-    return (lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)

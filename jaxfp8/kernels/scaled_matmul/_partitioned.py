@@ -14,16 +14,18 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
+from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, NamedSharding
 
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
+from jaxfp8.kernels._on_mesh import mesh_of, on_this_device, partitioned
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.sharding._specs import whole_mesh_axes
 
@@ -45,8 +47,8 @@ class Cells:
 
     def rule(
         self, lhs: tuple[int, ...], rhs: tuple[int, ...]
-    ) -> tuple[str, dict[str, int], tuple[str, ...]]:
-        """Shardy's rule for these shapes, the sizes that it needs, and factors that stay whole.
+    ) -> tuple[str, Collection[str], dict[str, int]]:
+        """Shardy's rule for these shapes, factors that stay whole, and the sizes that it needs.
 
         For instance 'b m (t k), b (c j) (t k), b m t, b c t -> b m (c j)'. The factors b, m and n
         are B, M and N. Along K, t counts steps, k the values of one step, and p its scales. Along
@@ -72,9 +74,7 @@ class Cells:
             for name, size in sizes.items()
             if name not in alone and re.search(rf"\b{name}\b", rule)
         }
-        # Shardy takes whole factors only in the order in which the rule names them.
-        in_order = dict.fromkeys(name for name in re.findall(r"\w+", rule) if name in whole)
-        return rule, told, tuple(in_order)
+        return rule, whole, told
 
 
 def takes_mesh(mesh: Any) -> bool:
@@ -99,8 +99,10 @@ def in_auto_mesh(
         out_sharding=call.out_sharding,
     )
     (result,) = jax.make_jaxpr(dot)(lhs.values, rhs.values).out_avals
+    # Inside an Auto mesh no type says how the result is split.
+    untyped = dataclasses.replace(call, out_sharding=None)
     inside = jax.sharding.auto_axes(
-        lambda lhs, rhs: scaled_matmul(lhs, rhs, call.in_auto_mesh), out_sharding=result.sharding
+        lambda lhs, rhs: scaled_matmul(lhs, rhs, untyped), out_sharding=result.sharding
     )
     return inside(lhs, rhs)
 
@@ -114,8 +116,7 @@ def partition_matmul(local: _Dot, cells: Cells) -> _Dot:
             mesh, cells, lhs.shape[2], rhs.shape[1], *(whole_mesh_axes(x, mesh) for x in (lhs, rhs))
         )
 
-    def partition(mesh: Any, arguments: Any, result: Any) -> Any:
-        del result
+    def partition(mesh: Any, arguments: Any) -> Any:
         lhs, rhs, out, summed = specs(mesh, arguments)
 
         def on_device(*arguments: Array) -> Array:
@@ -129,23 +130,53 @@ def partition_matmul(local: _Dot, cells: Cells) -> _Dot:
         placed = tuple(NamedSharding(mesh, jax.P(*spec)) for spec in (lhs, rhs, *beside))
         return mesh, on_device, NamedSharding(mesh, jax.P(*out)), placed
 
-    def infer(mesh: Any, arguments: Any, result: Any) -> Any:
-        del result
+    def infer(mesh: Any, arguments: Any) -> Any:
         return NamedSharding(mesh, jax.P(*specs(mesh, arguments)[2]))
 
     def dot(*arguments: Array) -> Array:
-        rule, sizes, whole = cells.rule(*(x.shape for x in arguments[:2]))
-        on_mesh = custom_partitioning(lambda *arguments: local(*arguments))
-        on_mesh.def_partition(
-            partition,
-            infer_sharding_from_operands=infer,
-            # XLA may split an axis over part of a mesh axis, which JAX cannot decode: it raises.
-            decode_shardings=False,
-            sharding_rule=rule,
-            need_replication_factors=whole,
-            **sizes,
-        )
-        return on_mesh(*arguments)
+        rule = cells.rule(*(x.shape for x in arguments[:2]))
+        return partitioned(local, infer, partition, *rule)(*arguments)
+
+    return dot
+
+
+def mapped(local: _Dot, split: _Dot, cells: Cells) -> _Dot:
+    """`local` inside `jax.shard_map`, `split` elsewhere. It is one call under `jax.vmap`, too.
+
+    A fifth argument [B, M, N] may be added to the result.
+    """
+
+    @custom_vmap
+    def dot(*arguments: Array) -> Array:
+        if {*mesh_of(*arguments).axis_types} == {AxisType.Manual}:
+            return on_this_device(local, *arguments)
+        # This is also the path if no mesh is known. The result of another kernel has a type without
+        # a mesh, but it may be on several devices.
+        return split(*arguments)
+
+    @dot.def_vmap
+    def batched(size: int, is_mapped: list[bool], *arguments: Array) -> tuple[Array, bool]:
+        sides = [is_mapped[side] or is_mapped[side + 2] for side in (0, 1)]  # values or scales
+        # If only one operand is mapped, its rows grow, so that the other one is not repeated. Tiles
+        # of columns may be ragged, and then they cannot follow each other.
+        if len(arguments) > 4 or (sides[1] and cells.columns > 1):
+            sides = [True, True]
+        full = [
+            jnp.broadcast_to(x, (size, *x.shape))
+            if not is_mapped[n] and (n == 4 or sides[n % 2])
+            else x
+            for n, x in enumerate(arguments)
+        ]
+        if all(sides):
+            product = dot(*(x.reshape(-1, *x.shape[2:]) for x in full))
+            return product.reshape(size, -1, *product.shape[1:]), True
+        product = dot(
+            *(x.swapaxes(0, 1).reshape(x.shape[1], -1, x.shape[3]) if x.ndim == 4 else x
+              for x in full)
+        )  # fmt: skip
+        axis = 1 if sides[0] else 2
+        shape = *product.shape[:axis], size, -1, *product.shape[axis + 1 :]
+        return jnp.moveaxis(product.reshape(shape), axis, 0), True
 
     return dot
 
@@ -154,13 +185,12 @@ def _specs(
     mesh: Any, cells: Cells, k: int, n: int, lhs: _Spec, rhs: _Spec
 ) -> tuple[_Spec, _Spec, _Spec, tuple[str, ...]]:
     """Specs of lhs [B, M, K], rhs [B, N, K] and the result, and the mesh axes that split K."""
-    sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
     taken: set[str] = set()
 
     def free(axes: tuple[str, ...], size: int, unit: int) -> tuple[str, ...]:
         """The mesh axes among `axes` that are still free, if each device gets whole units."""
         left = tuple(axis for axis in axes if axis not in taken)
-        if unit > 1 and size % (unit * math.prod(sizes[axis] for axis in left)):
+        if unit > 1 and size % (unit * math.prod(mesh.shape[axis] for axis in left)):
             return ()
         taken.update(left)
         return left

@@ -8,8 +8,8 @@ from interpreter import interpreted, needs_mosaic
 
 import jaxfp8 as fp8
 from jaxfp8._quantized_tensor import Cast, Direction
+from jaxfp8.kernels.cast._api import cast_by_xla
 from jaxfp8.kernels.grouped_matmul._groups import Groups
-from jaxfp8.kernels.quantize import _api
 from jaxfp8.prologues._prologue import Gathered
 
 pytestmark = needs_mosaic
@@ -44,8 +44,8 @@ def test_has_the_bits_of_xla(name, sizes, tokens, tile):
     from jaxfp8.kernels.quantize import _mosaic
 
     x, cast = gathered(sizes, tokens, 192, tile=tile), CASTS[name]
-    got, _ = interpreted(lambda x: _mosaic.quantize(x, cast, key=None), x)
-    want, _ = _api._quantize_by_xla(x, cast, key=None, barriers=False)
+    got, _ = interpreted(lambda x: _mosaic.cast_copies(x, cast, None, key=None), x)
+    want, _ = cast_by_xla(x, cast, None, key=None, barriers=False)
     for mine, other in zip(got, want, strict=True):
         for a, b in ((mine.values, other.values), (mine.scale, other.scale)):
             assert a.shape == b.shape
@@ -58,7 +58,7 @@ def test_what_the_kernel_cannot_read_is_said():
     from jaxfp8.kernels.quantize import _mosaic
 
     with pytest.raises(NotImplementedError, match="multiples of 128 rows"):
-        _mosaic.quantize(gathered([5], 8, 64, tile=32), CASTS["mxfp8"], key=None)
+        _mosaic.cast_copies(gathered([5], 8, 64, tile=32), CASTS["mxfp8"], None, key=None)
 
 
 @pytest.mark.parametrize(

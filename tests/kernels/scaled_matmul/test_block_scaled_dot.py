@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfp8.kernels.scaled_matmul._cudnn import _TILE, _mapped
-from jaxfp8.kernels.scaled_matmul._partitioned import Cells, partition_matmul, takes_mesh
+from jaxfp8.kernels.scaled_matmul._cudnn import _CELLS, _TILE
+from jaxfp8.kernels.scaled_matmul._partitioned import mapped, partition_matmul, takes_mesh
 
 B, M, N = 2, 16, 8
 
@@ -93,7 +93,7 @@ def test_partitioned(layout, k):
             jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P(*spec)))
             for x, spec in zip(arguments[:2], (lhs_spec, rhs_spec), strict=True)
         ]
-        return partition_matmul(local, Cells(step=_TILE))(*values, *arguments[2:])
+        return partition_matmul(local, _CELLS)(*values, *arguments[2:])
 
     compiled = jax.jit(dot).lower(*arguments).compile()
     np.testing.assert_array_equal(compiled(*arguments), expected)
@@ -108,7 +108,11 @@ def test_partitioned(layout, k):
 def test_shard_map(check_vma):
     arguments = operands(64)
     dot = jax.shard_map(
-        _mapped(local, lambda *_: pytest.fail("inside shard_map each device has its own arrays")),
+        mapped(
+            local,
+            lambda *_: pytest.fail("inside shard_map each device has its own arrays"),
+            _CELLS,
+        ),
         mesh=mesh(),
         in_specs=(P(None, "data"), P(), P(None, "data"), P()),
         out_specs=P(None, "data"),
@@ -134,7 +138,7 @@ def test_vmap(is_mapped):
         product(*(x[i] if m else x for x, m in zip(arguments, is_mapped, strict=True)))
         for i in range(3)
     ]
-    found = jax.jit(jax.vmap(_mapped(seen, seen), axes))(*arguments)
+    found = jax.jit(jax.vmap(mapped(seen, seen, _CELLS), axes))(*arguments)
     np.testing.assert_array_equal(found, np.stack(expected))
     both = (is_mapped[0] or is_mapped[2]) and (is_mapped[1] or is_mapped[3])
     (lhs, rhs, *_) = shapes[-1]
@@ -147,7 +151,7 @@ def test_vmap(is_mapped):
 
 def test_vmap_twice():
     arguments = operands(64, 3, 2)
-    found = jax.jit(jax.vmap(jax.vmap(_mapped(local, local))))(*arguments)
+    found = jax.jit(jax.vmap(jax.vmap(mapped(local, local, _CELLS))))(*arguments)
     np.testing.assert_array_equal(found, product(*arguments))
 
 

@@ -255,8 +255,15 @@ def test_another_chip_is_refused(chip):
 
 @needs_mosaic
 def test_a_tiling_without_room_is_refused():
+    from jaxfp8.kernels.scaled_matmul.hopper._matmul import Matmul
     from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling
     from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, Tiling
+
+    def check(tiling, scaling, itemsize, added=0):
+        dtypes = {0: None, 2: jnp.dtype(jnp.bfloat16), 4: jnp.dtype(jnp.float32)}
+        formats = (jnp.dtype(fp8.E4M3.dtype),) * 2
+        of_c = {"out_dtype": dtypes[itemsize], "add_to": dtypes[added]}
+        Matmul(batch=1, m=8, n=8, k=128, formats=formats, tiling=tiling, scaling=scaling, **of_c)
 
     scalings = [Scaling(), Scaling(square=True), Scaling(at_end=True), Scaling(tile=32)]
     scalings += [Scaling(tile=32, square=True), Scaling(at_end=True, fast=True)]
@@ -264,13 +271,13 @@ def test_a_tiling_without_room_is_refused():
         for scaling in scalings[-1:] if name == "wide" else scalings:
             for itemsize in (2, 4):
                 for added in (0,) if name == "wide" else (0, 2, 4):
-                    choice.check(scaling=scaling, itemsize=itemsize, added=added)
+                    check(choice, scaling, itemsize, added)
     with pytest.raises(ValueError, match="bytes of shared memory"):
-        dataclasses.replace(CHOICES["large"], stages=7).check(scaling=Scaling(), itemsize=2)
+        check(dataclasses.replace(CHOICES["large"], stages=7), Scaling(), 2)
     with pytest.raises(ValueError, match="registers a thread"):
-        CHOICES["wide"].check(scaling=Scaling(at_end=True), itemsize=2)
+        check(CHOICES["wide"], Scaling(at_end=True), 2)
     with pytest.raises(ValueError, match="registers a thread"):
-        CHOICES["wide"].check(scaling=Scaling(at_end=True, fast=True), itemsize=4, added=4)
+        check(CHOICES["wide"], Scaling(at_end=True, fast=True), 4, 4)
     with pytest.raises(ValueError, match="is scaled at the end can be fast"):
         Scaling(fast=True)
     with pytest.raises(ValueError, match="have scales in bytes"):

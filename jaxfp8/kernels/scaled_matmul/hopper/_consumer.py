@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes
+from jaxfp8.kernels._mosaic_tiles import load
 from jaxfp8.kernels.scaled_matmul.hopper._matmul import Tile
 from jaxfp8.kernels.scaled_matmul.hopper._memory import (
     Block,
@@ -62,9 +63,8 @@ class _Share:
 
 def _load_scales(scales: Any, across: int, *, shared: bool = True) -> Array:
     """Scales of rows (`across` 1) or columns (0) in float32, for the values of each thread."""
-    load: Any = plgpu.load  # before jax 0.11 it has no layout=
     # For global memory jax 0.11 has only plain loads.
-    found = load(scales, layout=plgpu.Layout.WGMMA.reduce(across), optimized=shared)
+    found = load(scales, plgpu.Layout.WGMMA.reduce(across), optimized=shared)
     return float32_of_bytes(found) if found.dtype == jnp.uint8 else found
 
 
@@ -311,9 +311,7 @@ class _Epilogue:
             return sums
         # The patch has arrived. Before that, shared memory has an older patch.
         plgpu.barrier_wait(outgoing.addend_filled.at[warpgroup])
-        here, layout = outgoing.addend.at[warpgroup], plgpu.Layout.WGMMA
-        addend = plgpu.load(here, layout=layout)  # type: ignore[call-arg]  # of jax before 0.11
-        return sums + addend.astype(jnp.float32)
+        return sums + load(outgoing.addend.at[warpgroup]).astype(jnp.float32)
 
     def _write(self, patch: int, result: Array, rows: Any, columns: Any) -> None:
         """Round a patch, store it in shared memory, and let TMA write it to the result."""
@@ -370,21 +368,15 @@ def _scaled_sum(sums: Array, of_rows: Array, of_columns: Array) -> Array:
 # A consumer: its share of every tile, one after the other.
 
 
-def _wait_until_written() -> None:
-    """For a consumer, at the end: wait until TMA has written all of its patches."""
-    # Otherwise the block could end before TMA has read them. Its shared memory would then go to
-    # another block.
-    plgpu.wait_smem_to_gmem(0)
-
-
 def consume(block: Block, warpgroup: Array) -> None:
     """Compute and store a warpgroup's share of each tile.
 
     The consumers never wait for each other. They share only the ring, where the producer waits for
     the slower one.
     """
-    matmul = block.matmul
-    row, column = _first_in_tile(block, warpgroup)
+    matmul, tiling = block.matmul, block.matmul.tiling
+    row = 0 if tiling.beside else warpgroup * tiling.rows
+    column = warpgroup * tiling.columns if tiling.beside else 0
 
     def compute(tile: Tile, before: Array) -> None:
         share = _Share(
@@ -394,7 +386,7 @@ def consume(block: Block, warpgroup: Array) -> None:
             tile=tile,
             row=row,
             column=column,
-            column_of_product=tile.across * matmul.tiling.tile[1] + column,
+            column_of_product=tile.across * tiling.tile[1] + column,
         )
         epilogue = _Epilogue(share)
         # The copy of C overlaps with the matmul of the tile. Its shared memory is free: the last
@@ -404,12 +396,6 @@ def consume(block: Block, warpgroup: Array) -> None:
         epilogue.store(_sums_in_tensor_cores(share) if fast else _sums_in_registers(share))
 
     for_each_tile(block, compute)
-    _wait_until_written()
-
-
-def _first_in_tile(block: Block, warpgroup: Array) -> tuple[Array | int, Array | int]:
-    """First row and column of a warpgroup's share in each tile."""
-    tiling = block.matmul.tiling
-    if tiling.beside:
-        return 0, warpgroup * tiling.columns
-    return warpgroup * tiling.rows, 0
+    # TMA has read all patches. Before that the block must not end: its shared memory would go to
+    # another block.
+    plgpu.wait_smem_to_gmem(0)

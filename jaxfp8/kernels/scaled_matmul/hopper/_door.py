@@ -16,11 +16,9 @@ References:
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType
 
 from jaxfp8._geometry import Geometry
@@ -29,21 +27,21 @@ from jaxfp8._typing import Array, DType
 from jaxfp8.kernels._mosaic_tiles import check_jax
 from jaxfp8.kernels._on_mesh import mesh_of
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall, as_matrix, transpose_last, xla_transposes
-from jaxfp8.kernels.scaled_matmul._partitioned import in_auto_mesh, partition_matmul, takes_mesh
-from jaxfp8.kernels.scaled_matmul.hopper._kernel import dense_kernel
+from jaxfp8.kernels.scaled_matmul._partitioned import (
+    in_auto_mesh,
+    mapped,
+    partition_matmul,
+    takes_mesh,
+)
+from jaxfp8.kernels.scaled_matmul.hopper._kernel import multiply
 from jaxfp8.kernels.scaled_matmul.hopper._matmul import (
-    Matmul,
     inner_tile,
-    lay_out_scales,
-    pad_to_multiple,
     scale_matrix,
     shares_columns,
 )
-from jaxfp8.kernels.scaled_matmul.hopper._memory import round_up_row
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, MULTIPROCESSORS, Tiling
 from jaxfp8.numerics._formats import E8M0
-from jaxfp8.sharding._amax import vary_as
 
 _WRITTEN = (jnp.bfloat16, jnp.float16, jnp.float32)
 _FEW = 128
@@ -51,7 +49,6 @@ _FEW = 128
 
 With more rows operations bound the time, and converting one E8M0 scale to float32 takes five.
 """
-_BOX = 8  # rows of a box in shared memory (`_memory._permuted`): arrays have whole boxes
 
 
 def scaled_matmul(
@@ -82,7 +79,7 @@ def scaled_matmul(
             f"out_sharding={call.out_sharding} needs an Explicit mesh. Leave it out, or make the "
             "mesh Explicit."
         )
-    geometry, scaling = _scaling(lhs, rhs, call)
+    geometry, scaling = scaling_of(lhs, rhs, call)
     sides = list(zip((lhs, rhs), geometry.sides, strict=True))
     values = [as_matrix(operand.values, axes, tile=T) for operand, axes in sides]
     scales = [
@@ -91,12 +88,15 @@ def scaled_matmul(
     rows, columns = (x.shape[1] for x in values)
     before = () if add_to is None else (add_to.reshape(values[0].shape[0], rows, columns),)
     transposed = xla_transposes(geometry.sides, call.written_transposed)
-    product = _multiply(call.out_dtype, tiling, scaling, transposed)(*values, *scales, *before)
+    local = functools.partial(_product, call.out_dtype, tiling, scaling, transposed)
+    # `_check_call` lets `add_to` pass on one device only, and inside `jax.shard_map`.
+    split = partition_matmul(local, scaling.cells) if add_to is None else local
+    product = mapped(local, split, scaling.cells)(*values, *scales, *before)
     return product.reshape(geometry.out_shape(lhs.shape, rhs.shape))
 
 
-def _scaling(
-    lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall
+def scaling_of(
+    lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall, *, grouped: bool = False
 ) -> tuple[Geometry, Scaling]:
     """The axes of the matmul, with those of tiles innermost, and how the result is scaled."""
     if not lhs.granularity.in_tiles:
@@ -111,14 +111,33 @@ def _scaling(
     )
     _, rows, _ = geometry.lhs.matrix_shape(lhs.shape)
     rhs_in_bytes = rhs_in_bytes and not square and rows <= _FEW
+    if grouped:
+        # With square tiles of 32 a patch is 32 columns wide. A ragged patch of so few bytes a row
+        # could not be written in parts.
+        square, rhs_in_bytes = square and tile == T, False
     return geometry, Scaling(tile=tile, square=square, in_bytes=(lhs_in_bytes, rhs_in_bytes))
 
 
 def check_operands(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> None:
     """Raise NotImplementedError for a process, operands or a result that the kernel cannot do."""
-    _check_process()
+    check_jax()
+    if jax.config.read("jax_enable_x64"):
+        raise NotImplementedError(
+            "jax_enable_x64 is on. The kernel counts tiles in int32. Write matmuls='xla' in "
+            "fp8.Kernels, or switch jax_enable_x64 off."
+        )
     for operand in (lhs, rhs):
-        _check_operand(operand)
+        if operand.scale.dtype != jnp.float32 and not operand.granularity.in_tiles:
+            raise NotImplementedError(
+                f"An operand has {operand.granularity!r} with scales in {operand.scale.dtype}. "
+                "Without tiles this kernel takes float32 scales. Write matmuls='xla' in "
+                "fp8.Kernels."
+            )
+        if 0 in operand.shape:
+            raise NotImplementedError(
+                f"An operand is empty, {list(operand.shape)}. This kernel needs values. Write "
+                "matmuls='xla' in fp8.Kernels."
+            )
     if call.out_dtype not in _WRITTEN:
         raise NotImplementedError(
             f"The result is {call.out_dtype}. This kernel writes bfloat16, float16 or float32. "
@@ -128,30 +147,6 @@ def check_operands(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall)
         raise NotImplementedError(
             f"lhs has {lhs.granularity!r}, and rhs has {rhs.granularity!r}. This kernel takes "
             "tiles only with tiles. Write matmuls='xla' in fp8.Kernels."
-        )
-
-
-def _check_process() -> None:
-    """Raise NotImplementedError for jax without the kernel's loads, or with 64 bits."""
-    check_jax()
-    if jax.config.read("jax_enable_x64"):
-        raise NotImplementedError(
-            "jax_enable_x64 is on. The kernel counts tiles in int32. Write matmuls='xla' in "
-            "fp8.Kernels, or switch jax_enable_x64 off."
-        )
-
-
-def _check_operand(operand: QuantizedTensor) -> None:
-    """Raise NotImplementedError for an operand that the kernel cannot read."""
-    if operand.scale.dtype != jnp.float32 and not operand.granularity.in_tiles:
-        raise NotImplementedError(
-            f"An operand has {operand.granularity!r} with scales in {operand.scale.dtype}. Without "
-            "tiles this kernel takes float32 scales. Write matmuls='xla' in fp8.Kernels."
-        )
-    if 0 in operand.shape:
-        raise NotImplementedError(
-            f"An operand is empty, {list(operand.shape)}. This kernel needs values. Write "
-            "matmuls='xla' in fp8.Kernels."
         )
 
 
@@ -183,37 +178,6 @@ def _check_call(
         )
 
 
-def _multiply(
-    out_dtype: DType, tiling: Tiling | None, scaling: Scaling, transposed: tuple[bool, ...]
-) -> Any:
-    """A function of values [B, M, K] and [B, N, K] and their scales that returns [B, M, N].
-
-    A fifth argument [B, M, N] is added to the result. `transposed` is what `xla_transposes` says.
-    """
-
-    @custom_vmap
-    def product(*arguments: Array) -> Array:
-        local = functools.partial(_padded_product, out_dtype, tiling, scaling, transposed)
-        # This is also the path if no mesh is known. The result of another kernel has a type without
-        # a mesh, but it may be on several devices.
-        if {*mesh_of(*arguments).axis_types} != {AxisType.Manual} and len(arguments) == 4:
-            return partition_matmul(local, scaling.cells)(*arguments)
-        for argument in arguments:
-            arguments = tuple(vary_as(x, argument) for x in arguments)
-        return vary_as(local(*arguments), arguments[0])
-
-    @product.def_vmap
-    def batched(size: int, is_mapped: list[bool], *arguments: Array) -> tuple[Array, bool]:
-        stacked = [
-            x if mapped else jnp.broadcast_to(x, (size, *x.shape))
-            for x, mapped in zip(arguments, is_mapped, strict=True)
-        ]
-        result = product(*(x.reshape(-1, *x.shape[2:]) for x in stacked))
-        return result.reshape(size, -1, *result.shape[1:]), True
-
-    return product
-
-
 def _choose(batch: int, m: int, n: int, scaling: Scaling, *, added: bool = False) -> Tiling:
     """The tiling from `CHOICES` for a batch of results [M, N], to which an array may be added."""
     if m <= 64:
@@ -225,44 +189,23 @@ def _choose(batch: int, m: int, n: int, scaling: Scaling, *, added: bool = False
     return CHOICES["wide" if scaling.fast and enough and not added else "large"]
 
 
-def _padded_product(
+def _product(
     out_dtype: DType,
     tiling: Tiling | None,
     scaling: Scaling,
     transposed: tuple[bool, ...],
-    lhs: Array,
-    rhs: Array,
-    lhs_scale: Array,
-    rhs_scale: Array,
-    add_to: Array | None = None,
+    *arguments: Array,
 ) -> Array:
-    (batch, m, k), n = lhs.shape, rhs.shape[1]
-    lhs, rhs = transpose_last((lhs, rhs), transposed)
-    tiling = _choose(batch, m, n, scaling, added=add_to is not None) if tiling is None else tiling
-    # The kernel copies the scales of whole tiles, so they are padded to these. Along N the unit is
-    # the two tiles of a cluster.
-    down, across = tiling.tile
-    across *= tiling.cluster
-    lhs, rhs = (pad_to_multiple(x, 1, _BOX) for x in (lhs, rhs))
-    lhs_scale, rhs_scale = (
-        lay_out_scales(x, i, side, scaling)
-        for i, (x, side) in enumerate(((lhs_scale, down), (rhs_scale, across)))
+    """[B, M, N] of values [B, M, K] and [B, N, K], their scales, and maybe C [B, M, N].
+
+    `transposed` is what `xla_transposes` says.
+    """
+    lhs, rhs, *scales = arguments[:4]
+    add_to = arguments[4] if len(arguments) > 4 else None
+    (batch, m, _), n = lhs.shape, rhs.shape[1]
+    if tiling is None:
+        tiling = _choose(batch, m, n, scaling, added=add_to is not None)
+    values = transpose_last((lhs, rhs), transposed)
+    return multiply(
+        values, scales, tiling, scaling, batch=batch, out_dtype=out_dtype, add_to=add_to
     )
-    formats = (lhs.dtype, rhs.dtype)
-    before: tuple[Array, ...] = ()
-    dtype = None
-    if add_to is not None:
-        before, dtype = (
-            (
-                pad_to_multiple(
-                    pad_to_multiple(add_to, 1, _BOX), 2, round_up_row(1, add_to.dtype.itemsize)
-                ),
-            ),
-            add_to.dtype,
-        )
-    matmul = Matmul(
-        batch=batch, m=lhs.shape[1], n=rhs.shape[1], k=k, formats=formats, out_dtype=out_dtype,
-        tiling=tiling, scaling=scaling, add_to=dtype,
-    )  # fmt: skip
-    call = dense_kernel(matmul)
-    return call(lhs, rhs, lhs_scale, rhs_scale, *before)[:, :m, :n]

@@ -17,7 +17,7 @@ References:
   Programming Guide, "Asynchronous Barrier" and "Tensor Memory Access".
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,9 +25,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxfp8._typing import Array, Axes
+from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.kernels.scaled_matmul.hopper._consumer import consume
-from jaxfp8.kernels.scaled_matmul.hopper._matmul import Matmul, Tile
+from jaxfp8.kernels.scaled_matmul.hopper._matmul import (
+    Matmul,
+    Tile,
+    lay_out_scales,
+    pad_to_multiple,
+)
 from jaxfp8.kernels.scaled_matmul.hopper._memory import (
     Block,
     Given,
@@ -37,7 +42,7 @@ from jaxfp8.kernels.scaled_matmul.hopper._memory import (
     shared_memory,
 )
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
-from jaxfp8.kernels.scaled_matmul.hopper._tiling import WARPGROUPS
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import WARPGROUPS, GroupSteps, RowTiles, Tiling
 
 _COPYING_REGISTERS = 40
 _MULTIPLYING_REGISTERS = 232
@@ -118,16 +123,50 @@ def _of_step(
 
 # The whole kernel, for one matmul or for groups.
 
-
-def _consume(block: Block, warpgroup: Array) -> None:
-    """Compute and store this warpgroup's share of each tile of the block."""
-    # It takes the registers that the producer gives back (`_produce`).
-    plgpu.set_max_registers(_MULTIPLYING_REGISTERS, action="increase")
-    consume(block, warpgroup)
+_BOX = 8  # rows of a box in shared memory (`_memory._permuted`): arrays have whole boxes
 
 
-def dense_kernel(matmul: Matmul) -> Callable[..., Array]:
-    """The kernel of one matmul: `multiply(lhs, rhs, lhs_scale, rhs_scale[, C])`.
+def multiply(
+    values: Sequence[Array],
+    scales: Sequence[Array],
+    tiling: Tiling,
+    scaling: Scaling,
+    *,
+    batch: int,
+    out_dtype: DType,
+    add_to: Array | None = None,
+    groups: RowTiles | GroupSteps | None = None,
+    out_rows: int | None = None,
+) -> Array:
+    """[B, M, N] of values [B, M, K] and [B, N, K], whose scales are those of `scale_matrix`.
+
+    See `launch` for the other shapes of groups. K is a multiple of T.
+    """
+    m, n = (x.shape[1] for x in values)
+    lhs, rhs = (pad_to_multiple(x, 1, _BOX) for x in values)
+    # The kernel copies the scales of whole tiles, so they are padded to these. Along N the unit is
+    # the two tiles of a cluster.
+    down, across = tiling.tile
+    extents = down, across * tiling.cluster
+    lhs_scale, rhs_scale = (
+        lay_out_scales(scale, side, extent, scaling)
+        for side, (scale, extent) in enumerate(zip(scales, extents, strict=True))
+    )
+    if add_to is not None:
+        row = round_up_row(1, add_to.dtype.itemsize)
+        add_to = pad_to_multiple(pad_to_multiple(add_to, 1, _BOX), 2, row)
+    matmul = Matmul(
+        batch=batch, m=lhs.shape[1], n=rhs.shape[1], k=lhs.shape[2], formats=(lhs.dtype, rhs.dtype),
+        out_dtype=out_dtype, tiling=tiling, scaling=scaling, out_rows=out_rows,
+        add_to=None if add_to is None else add_to.dtype,
+        grouping=None if groups is None else "rows" if isinstance(groups, RowTiles) else "groups",
+    )  # fmt: skip
+    given = Given(lhs, rhs, lhs_scale, rhs_scale, add_to, groups)
+    return launch(matmul, given)[:, :m, :n]
+
+
+def launch(matmul: Matmul, given: Given) -> Array:
+    """Run the kernel.
 
     Values are [B, M, K] and [B, N, K]. C and the result are [B, M, N], with N rounded up by
     `round_up_row`. The shapes of scales depend on `scaling`, with P = `scaling.parts`:
@@ -142,19 +181,6 @@ def dense_kernel(matmul: Matmul) -> Callable[..., Array]:
 
     With C the product is added to C, and the sum is rounded once. If C has the dtype of the result,
     the result is written over C. XLA copies C before that, unless nothing else reads C.
-    """
-    launch = _over_addend if matmul.in_place else _to_new_array
-
-    def multiply(
-        lhs: Array, rhs: Array, lhs_scale: Array, rhs_scale: Array, addend: Array | None = None
-    ) -> Array:
-        return launch(matmul, Given(lhs, rhs, lhs_scale, rhs_scale, addend))
-
-    return multiply
-
-
-def grouped_kernel(matmul: Matmul) -> Callable[..., Array]:
-    """The kernel of a grouped matmul: `multiply(lhs, rhs, lhs_scale, rhs_scale, groups)`.
 
     With grouping "rows" values are [1, M, K] and [E, N, K], the result is [1, T, N], and `groups`
     are `RowTiles`. With grouping "groups" values are [1, M, K] and [1, N, K], K counts the values
@@ -162,40 +188,24 @@ def grouped_kernel(matmul: Matmul) -> Callable[..., Array]:
     shares, [.., 1, M] and [.., 1, N], have the matrix of rhs, or the group, in front.
     """
 
-    def multiply(lhs: Array, rhs: Array, lhs_scale: Array, rhs_scale: Array, groups: Any) -> Array:
-        return _to_new_array(matmul, Given(lhs, rhs, lhs_scale, rhs_scale, groups=groups))
-
-    return multiply
-
-
-def _to_new_array(matmul: Matmul, given: Given) -> Array:
-    rows = matmul.m if matmul.out_rows is None else matmul.out_rows
-    shape = (matmul.batch, rows, round_up_row(matmul.n, matmul.out_dtype.itemsize))
-    return _launched(matmul, jax.ShapeDtypeStruct(shape, matmul.out_dtype))(given)
-
-
-def _over_addend(matmul: Matmul, given: Given) -> Array:
-    """The kernel that writes its result over C."""
-    # Each patch belongs to one warpgroup, which reads the patch of C before it writes.
-    result = jax.new_ref(given.addend)
-    _launched(matmul, ())(given._replace(addend=None), result)
-    return jax.freeze(result)
-
-
-def _launched(matmul: Matmul, out_type: Any) -> Callable[..., Any]:
-    """The kernel as a function of `Given`, and of the result if the result is no new array."""
-
     def body(given: Given, result: Any, shared: Shared) -> None:
         block, warpgroup = Block(matmul, given, result, shared), lax.axis_index("warpgroup")
         pl.when(warpgroup == WARPGROUPS)(lambda: _produce(block))
-        pl.when(warpgroup < WARPGROUPS)(lambda: _consume(block, warpgroup))
+
+        @pl.when(warpgroup < WARPGROUPS)
+        def _consume() -> None:
+            # They take the registers that the producer gives back (`_produce`).
+            plgpu.set_max_registers(_MULTIPLYING_REGISTERS, action="increase")
+            consume(block, warpgroup)
 
     cluster: dict[str, Any] = {}
     if matmul.tiling.cluster == 2:
         cluster = {"cluster": (2,), "cluster_names": ("cluster",)}
-    return plgpu.kernel(
+    rows = matmul.m if matmul.out_rows is None else matmul.out_rows
+    shape = (matmul.batch, rows, round_up_row(matmul.n, matmul.out_dtype.itemsize))
+    kernel: Any = plgpu.kernel(
         body,
-        out_type=out_type,
+        out_type=() if matmul.in_place else jax.ShapeDtypeStruct(shape, matmul.out_dtype),
         scratch_types=[shared_memory(matmul)],
         grid=(matmul.clusters,),
         grid_names=("clusters",),
@@ -203,3 +213,10 @@ def _launched(matmul: Matmul, out_type: Any) -> Callable[..., Any]:
         thread_name="warpgroup",
         **cluster,
     )
+    if not matmul.in_place:
+        product: Array = kernel(given)
+        return product
+    # Each patch belongs to one warpgroup, which reads the patch of C before it writes.
+    result = jax.new_ref(given.addend)
+    kernel(given._replace(addend=None), result)
+    return jax.freeze(result)

@@ -24,10 +24,21 @@ from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.kernels.scaled_matmul._call import as_matrix, repeat_scale
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T, float32_of_bytes
-from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS, Tiling
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS, WARPGROUPS, NoRoomError, Tiling
 from jaxfp8.numerics._formats import E8M0
 
 _Grouping: TypeAlias = Literal["rows", "groups"]
+
+_SHARED = 227 * 1024  # bytes that a block of threads can have on Hopper
+# The registers with which each of 384 threads starts: 65536 / 384, rounded down to a multiple of 8.
+# If ptxas links the kernel, it keeps to this number and ignores those of `_kernel`.
+_REGISTERS = 168
+# For addresses, counters and scales of rows: the most that compiled kernels had besides sums,
+# products and scales of columns.
+_OTHER_REGISTERS = 24
+# The largest width of a patch in bytes: the widest swizzle of a row in shared memory.
+_LINE = 128
+_BARRIERS = 1024  # bytes for barriers, and for the gaps that align arrays
 
 
 class Tile(NamedTuple):
@@ -63,7 +74,16 @@ class Matmul:
     out_rows: int | None = None  # the rows of the result, with grouping "rows"
 
     def __post_init__(self) -> None:
-        self.tiling.check(**self._sizes)
+        if self.shared_bytes > _SHARED:
+            raise NoRoomError(
+                f"{self.tiling!r} needs {self.shared_bytes} bytes of shared memory, and a block "
+                f"has {_SHARED}. Take fewer stages."
+            )
+        if self.registers > _REGISTERS:
+            raise NoRoomError(
+                f"{self.tiling!r} needs about {self.registers} registers a thread, and there are "
+                f"{_REGISTERS}. Take a smaller tile."
+            )
 
     @property
     def in_place(self) -> bool:
@@ -86,17 +106,56 @@ class Matmul:
         """The number of clusters that run. Each computes one tile after the other."""
         return min(self.tiles, self.tiling.blocks // self.tiling.cluster)
 
+    @property
+    def added(self) -> int:
+        """The itemsize of C, or 0."""
+        return 0 if self.add_to is None else self.add_to.itemsize
+
     @functools.cached_property
     def width(self) -> int:
-        """W, the width of a patch."""
-        return self.tiling.width(**self._sizes)
+        """W: the columns of a patch, whose 64 rows are scaled and stored at once."""
+        # If square tiles have scales, a patch is at most one tile wide, so that it has one scale.
+        scaled = self.scaling.tile if self.scaling.square else _LINE
+        return min(self.tiling.columns, _LINE // max(self.out_dtype.itemsize, self.added), scaled)
 
     @functools.cached_property
     def slots(self) -> int:
         """How many patches of its result a warpgroup has in shared memory."""
         # A divisor of `patches`. So slots are used in turn, also from one tile to the next
-        # (`_consumer._Epilogue._write`).
-        return self.tiling.slots(**self._sizes)
+        # (`_consumer._Epilogue._write`). As many as have room. At least 1: then `__post_init__`
+        # raises if there is no room.
+        part, patches = WARPGROUPS * ROWS * self.width, len(self.patches)
+        free = _SHARED - _BARRIERS - self._bytes_of_stages - part * self.added
+        room = max(1, free // (part * self.out_dtype.itemsize))
+        return max(n for n in range(1, patches + 1) if patches % n == 0 and n <= room)
+
+    @property
+    def shared_bytes(self) -> int:
+        """The bytes of shared memory that a block needs."""
+        of_patches = self.slots * self.out_dtype.itemsize + self.added
+        return self._bytes_of_stages + WARPGROUPS * ROWS * self.width * of_patches + _BARRIERS
+
+    @property
+    def _bytes_of_stages(self) -> int:
+        """Bytes of values and scales of all stages."""
+        tile = self.tiling.tile
+        return self.tiling.stages * (sum(tile) * T + self.scaling.bytes_of_step(tile))
+
+    @property
+    def registers(self) -> int:
+        """About how many registers a multiplying thread needs."""
+        # For sums, a product of 64 x C, and scales of the columns of a patch.
+        # A warpgroup has 128 threads, so a thread has R C / 128 sums. In the layout of `wgmma` it
+        # has a quarter of the columns of a row.
+        sums = self.tiling.rows * self.tiling.columns // 128
+        product = 0 if self.scaling.fast else ROWS * self.tiling.columns // 128
+        of_columns = 0 if self.scaling.square else self.width // 4
+        if not self.scaling.at_end:
+            return sums + product + of_columns + _OTHER_REGISTERS
+        # Scales that are used at the end are read when no product is in registers any more. Their
+        # registers then hold scales of columns, and a patch of C.
+        addend = ROWS * self.width // 128 if self.added else 0
+        return sums + max(product, of_columns + addend) + _OTHER_REGISTERS
 
     @property
     def bands(self) -> range:
@@ -151,12 +210,6 @@ class Matmul:
         tile_m, tile_n = self.tiling.tile
         return pl.cdiv(self.m, tile_m), pl.cdiv(self.n, tile_n * self.tiling.cluster)
 
-    @property
-    def _sizes(self) -> dict[str, Any]:
-        """The sizes from which a tiling counts bytes and registers."""
-        added = 0 if self.add_to is None else self.add_to.itemsize
-        return {"scaling": self.scaling, "itemsize": self.out_dtype.itemsize, "added": added}
-
 
 # The scales of two operands as Hopper's matmul reads them.
 #
@@ -208,7 +261,7 @@ def scale_matrix(operand: QuantizedTensor, axes: OperandAxes, side: int, scaling
 
 
 def lay_out_scales(scale: Array, side: int, extent: int, scaling: Scaling) -> Array:
-    """A scale matrix in the layout of `dense_kernel`, with zeros to whole tiles of `extent`."""
+    """A scale matrix in the layout of `_kernel.launch`, with zeros to whole tiles of `extent`."""
     if not (scaling.square and side == 1):
         return pad_to_multiple(scale.mT, 2, extent)
     scale = pad_to_multiple(scale, 1, pl.cdiv(extent, scaling.tile))

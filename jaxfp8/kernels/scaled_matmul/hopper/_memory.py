@@ -116,7 +116,7 @@ _LEAST = 32  # bytes of the narrowest swizzle: rows of shared memory are multipl
 
 
 class Given(NamedTuple):
-    """The arrays in global memory that the kernel reads; see `dense_kernel` for the shapes."""
+    """The arrays in global memory that the kernel reads; see `_kernel.launch` for the shapes."""
 
     lhs: Any
     rhs: Any

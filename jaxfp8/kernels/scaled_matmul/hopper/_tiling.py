@@ -43,24 +43,12 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
-
-# Tilings: a dataclass, its budgets, and a table to choose from.
+# Tilings: a dataclass, and a table to choose from. `Matmul` counts the budgets.
 
 ROWS = 64
 """Rows of one `wgmma`."""
 WARPGROUPS = 2
 """Warpgroups of a block that multiply."""
-_SHARED = 227 * 1024  # bytes that a block of threads can have on Hopper
-# The registers with which each of 384 threads starts: 65536 / 384, rounded down to a multiple of 8.
-# If ptxas links the kernel, it keeps to this number and ignores those of `_kernel`.
-_REGISTERS = 168
-# For addresses, counters and scales of rows: the most that compiled kernels had besides sums,
-# products and scales of columns.
-_OTHER_REGISTERS = 24
-# The largest width of a patch in bytes: the widest swizzle of a row in shared memory.
-_LINE = 128
-_BARRIERS = 1024  # bytes for barriers, and for the gaps that align arrays
 # Those of an H100 or H200 (SXM). On a GPU with fewer, some blocks start later, but results are the
 # same.
 MULTIPROCESSORS = 132
@@ -107,74 +95,6 @@ class Tiling:
         if self.beside:
             return self.rows, WARPGROUPS * self.columns
         return WARPGROUPS * self.rows, self.columns
-
-    def width(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
-        """W: the columns of a patch, whose 64 rows are scaled and stored at once."""
-        # If square tiles have scales, a patch is at most one tile wide, so that it has one scale.
-        return min(
-            self.columns, _LINE // max(itemsize, added), scaling.tile if scaling.square else _LINE
-        )
-
-    def slots(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
-        """How many patches of its result a warpgroup has in shared memory."""
-        width = self.width(scaling=scaling, itemsize=itemsize, added=added)
-        parts = (self.rows // ROWS) * (self.columns // width)
-        part = WARPGROUPS * ROWS * width
-        room = (_SHARED - _BARRIERS - self._steps(scaling) - part * added) // (part * itemsize)
-        # As many as have room and divide the patches of a share. At least 1: then `check` raises if
-        # there is no room.
-        return max(
-            count
-            for count in range(1, parts + 1)
-            if parts % count == 0 and (count <= room or count == 1)
-        )
-
-    def shared_bytes(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
-        """The bytes of shared memory that a block needs. `added` is the itemsize of C, or 0."""
-        part = WARPGROUPS * ROWS * self.width(scaling=scaling, itemsize=itemsize, added=added)
-        slots = self.slots(scaling=scaling, itemsize=itemsize, added=added)
-        return self._steps(scaling) + part * (slots * itemsize + added) + _BARRIERS
-
-    def registers(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
-        """About how many registers a multiplying thread needs."""
-        # For sums, a product of 64 x C, and scales of the columns of a patch.
-        # A warpgroup has 128 threads, so a thread has R C / 128 sums. In the layout of `wgmma` it
-        # has a quarter of the columns of a row.
-        sums, product = (
-            self.rows * self.columns // 128,
-            0 if scaling.fast else ROWS * self.columns // 128,
-        )
-        width = self.width(scaling=scaling, itemsize=itemsize, added=added)
-        of_columns = 0 if scaling.square else width // 4
-        # Scales that are used at the end are read when no product is in registers any more. Their
-        # registers then hold scales of columns, and a patch of C.
-        if scaling.at_end:
-            return (
-                sums
-                + max(product, of_columns + (ROWS * width // 128 if added else 0))
-                + _OTHER_REGISTERS
-            )
-        return sums + product + of_columns + _OTHER_REGISTERS
-
-    def check(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> None:
-        """Raise NoRoomError if a multiprocessor has no room for the tiling."""
-        if (needed := self.shared_bytes(scaling=scaling, itemsize=itemsize, added=added)) > _SHARED:
-            raise NoRoomError(
-                f"{self!r} needs {needed} bytes of shared memory, and a block has {_SHARED}. Take "
-                "fewer stages."
-            )
-        if (
-            registers := self.registers(scaling=scaling, itemsize=itemsize, added=added)
-        ) > _REGISTERS:
-            raise NoRoomError(
-                f"{self!r} needs about {registers} registers a thread, and there are {_REGISTERS}. "
-                "Take a smaller tile."
-            )
-
-    def _steps(self, scaling: Scaling) -> int:
-        """Bytes of values and scales of all stages."""
-        down, across = self.tile
-        return self.stages * ((down + across) * T + scaling.bytes_of_step(self.tile))
 
 
 CHOICES = {
