@@ -60,13 +60,13 @@ _SECTION = re.compile(r"^(Args|Attributes):\n((?:  .+\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^  (\w+): .*(?:\n    .+)*", re.MULTILINE)  # with the lines that go on
 
 
-def documented(cls: C) -> C:
+def documented(layer_class: C) -> C:
     """A class decorator: `help` of a layer shows each argument, with its default and its text.
 
     A text in the docstring of the class wins over that of this file. An IDE that does not run code
     shows the docstring without the texts of this file, so a sentence there says where they are.
     """
-    layer: Any = cls
+    layer: Any = layer_class
     _unpack_arguments(layer.__init__, layer.__mro__[1].__init__)
     layer.__signature__ = _OfConstructor()
     doc = inspect.cleandoc(layer.__doc__ or "") + "\n"
@@ -75,7 +75,7 @@ def documented(cls: C) -> C:
         texts = _texts_of(__doc__) | _texts_of(doc)
         entries = "\n".join(texts.get(name, f"  {name}: see flax's layer.") for name in names)
         layer.__doc__ = _SECTION.sub(lambda found: f"{found[1]}:\n{entries}\n", doc, count=1)
-    return cls
+    return layer_class
 
 
 _OF_MODULES = ("parent", "name")  # arguments of every linen module

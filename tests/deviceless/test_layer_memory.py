@@ -21,8 +21,7 @@ from targets import topology
 import jaxfp8 as fp8
 from jaxfp8.state._identity import known_scales
 from jaxfp8.state._ledger import zero_ledgers
-from jaxfp8.state._state import map_states
-from jaxfp8.state._value_and_grad import _with_probes
+from jaxfp8.state._state import Probe, map_states
 
 pytestmark = [pytest.mark.deviceless, needs_mosaic]
 
@@ -63,6 +62,10 @@ RECIPES = {
 }
 
 
+def with_probe(state, ledger, known):
+    return dataclasses.replace(state, probe=Probe(ledger, known, reduce_axes=None))
+
+
 def peak(recipe, kernels=None):
     """Bytes that are saved, and those with what the hungrier pass needs for a while.
 
@@ -75,7 +78,7 @@ def peak(recipe, kernels=None):
 
     def forward(x, w):
         def layer(x, w, ledgers):
-            probed = _with_probes(state, ledgers, scales, reduce_axes=None)
+            probed = map_states(with_probe, state, ledgers, scales)
             return fp8.dot(x, w, recipe=recipe, state=probed, kernels=kernels)
 
         return jax.vjp(layer, x, w, zero_ledgers(state))

@@ -10,8 +10,7 @@ import pytest
 import jaxfp8 as fp8
 from jaxfp8.state._identity import known_scales
 from jaxfp8.state._ledger import zero_ledgers
-from jaxfp8.state._state import map_states
-from jaxfp8.state._value_and_grad import _with_probes
+from jaxfp8.state._state import Probe, map_states
 
 M, K, N = 64, 32, 16
 F8, BF16 = "float8_e4m3fn", "bfloat16"
@@ -42,6 +41,10 @@ RECIPES = {
 IN_TILES = [name for name in RECIPES if RECIPES[name].tile]
 
 
+def with_probe(state, ledger, known):
+    return dataclasses.replace(state, probe=Probe(ledger, known, reduce_axes=None))
+
+
 def saved(recipe, x_shape, w_shape):
     """The types of what a layer in bfloat16 saves."""
 
@@ -50,7 +53,7 @@ def saved(recipe, x_shape, w_shape):
         ledgers, scales = zero_ledgers(state), map_states(known_scales, state)
 
         def forward(x, w, ledgers):
-            probed = _with_probes(state, ledgers, scales, reduce_axes=None)
+            probed = map_states(with_probe, state, ledgers, scales)
             return fp8.dot(x, w, recipe=recipe, state=probed)
 
         return jax.vjp(forward, x, w, ledgers)[1]
