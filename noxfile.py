@@ -200,7 +200,9 @@ def optimized(session: nox.Session) -> None:
 def rounding(session: nox.Session) -> None:
     """Programs compiled for an H200, run on the CPU: do matmuls read FP8? Every recipe."""
     select = ("-m", "deviceless and not slow", "-k", "on_gpus")
-    pytest(session, "python312", *select, "tests/deviceless")
+    # NumPy computes the matmuls. Its threads would wait for each other, beside those of pytest.
+    alone = {"OPENBLAS_NUM_THREADS": "1"}
+    pytest(session, "python312", *select, "tests/deviceless", env=alone)
 
 
 @nox.session(**NEWEST)
