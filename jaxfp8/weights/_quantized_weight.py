@@ -195,8 +195,8 @@ class QuantizedWeight:
             )
         return self
 
-    def __jax_array__(self) -> Array:
-        """Refuses. jnp calls it for an operand that is no array."""
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        """Refuses. Python's own error for arithmetic would not say what to write."""
         raise TypeError(
             f"{self} is no array, and only matmuls and layers of jaxfp8 with its recipe take it. "
             "Everywhere else use the weight in high precision, and leave it out of quantize_params "
@@ -205,14 +205,8 @@ class QuantizedWeight:
             "optim.with_master_weights(tx, master=...)."
         )
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses, as `__jax_array__` does. NumPy calls it."""
-        return self.__jax_array__()
-
-    def _refuse(self, *args: Any) -> Any:
-        """Refuses. Python's own error would not say what to write."""
-        return self.__jax_array__()
-
+    # jnp calls the first one for an operand that is no array, and NumPy the second one.
+    __jax_array__ = __array__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuse
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _refuse
