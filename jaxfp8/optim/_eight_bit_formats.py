@@ -26,6 +26,7 @@ from jaxfp8.optim._moment_formats import (
     float_of,
     round_code,
     round_to_float_code,
+    shared_axes,
     thresholds,
 )
 from jaxfp8.quantizers._base import check_value_format
@@ -80,15 +81,10 @@ class FP8(AbstractMaster, AbstractMomentFormat):
     def pack(
         self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
     ) -> QuantizedTensor:
-        if not types_show_varying():
-            raise ValueError(
-                f"{self} inside shard_map(check_vma=False) over {manual_axes()}: types do not say "
-                "over which axes its scale is shared. Use check_vma=True, or Int8()."
-            )
-        replaced = frozenset() if old is None else varying_axes(old.scale)
+        shared = shared_axes(self, x, None if old is None else old.scale)
         # One inf or NaN must not give the whole tensor the scale 1, under which small values are 0.
         finite = jnp.where(jnp.isfinite(x), x, 0)
-        largest = pmax(amax(finite, PerTensor()), varying_axes(x) - replaced)
+        largest = pmax(amax(finite, PerTensor()), shared)
         known = KnownScale(*ScaleRule().apply(largest, self.format))
         if not (self.is_stochastic or step is None):
             return self._dithered(x, known, thresholds(step, x.shape))
