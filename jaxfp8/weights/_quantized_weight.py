@@ -1,7 +1,6 @@
 """`QuantizedWeight`: the FP8 copies of a weight that a model holds, and its gradient's way."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -87,11 +86,7 @@ class WeightAxes:
         return TrainingGeometry.of(numbers, batches + 1 + len(self.contracted), ndim)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["values", "scales", "amaxes", "original"],
-    meta_fields=["recipe", "axes", "dtype", "scale_axes"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
     """A weight in FP8, as the matmuls of one recipe read it: a pytree in the place of an array.
@@ -132,10 +127,10 @@ class QuantizedWeight:
     scales: tuple[Array, ...]
     amaxes: Array | None
     original: Array | None
-    recipe: Recipe
-    axes: WeightAxes
-    dtype: DType
-    scale_axes: tuple[tuple[int | None, ...], ...]
+    recipe: Recipe = dataclasses.field(metadata={"static": True})
+    axes: WeightAxes = dataclasses.field(metadata={"static": True})
+    dtype: DType = dataclasses.field(metadata={"static": True})
+    scale_axes: tuple[tuple[int | None, ...], ...] = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
