@@ -1,7 +1,6 @@
 """Moments in 8 bits: `FP8`, and formats whose scale belongs to a group of 128 values."""
 
 import dataclasses
-import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -216,7 +215,11 @@ class Int8(AbstractMomentFormat):
             below = 127 * (jnp.sqrt(n) if self.companding else n)
         else:
             below = 255 * jnp.sqrt(jnp.sqrt(n))
-        value_of = functools.partial(self._value, signed=signed)
+
+        def value_of(code: Array) -> Array:
+            power, last = self._power(code.astype(jnp.float32), signed=signed)
+            return power * last
+
         code = round_code(n, below.astype(jnp.int32), value_of, thresholds(step, x.shape))
         if not signed:
             code = jnp.where(n > 0, jnp.maximum(code, LEAST_ROOT), 0)
@@ -235,11 +238,6 @@ class Int8(AbstractMomentFormat):
     def reads(self, stored: Any) -> bool:
         kind = Int8State if self.companding else LinearInt8State
         return isinstance(stored, kind) and _has_groups(stored.largest, stored[0], self.group)
-
-    def _value(self, code: Array, *, signed: bool) -> Array:
-        """What a code stands for, relative to the largest of its group."""
-        power, last = self._power(code.astype(jnp.float32), signed=signed)
-        return power * last
 
     def _power(self, code: Array, *, signed: bool) -> tuple[Array, float]:
         """A power of codes, float32 [...], and the inverse of that of the last code."""
