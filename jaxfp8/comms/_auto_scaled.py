@@ -176,7 +176,7 @@ def all_reduce_auto_scaled(
             clipped_sums,
             # All devices have the same sums. The first one counts those that are clipped. All count
             # those that are lost, because `underflowed` is a mean over the devices.
-            jnp.where(_is_first(names), beyond, 0.0),
+            jnp.where(lax.axis_index(names) == 0, beyond, 0.0),
             _count(_is_not_zero(x) & (payload.astype(jnp.float32) == 0)),
             _count((total != 0) & (jnp.abs(result) < TINY)),
         ]
@@ -232,15 +232,11 @@ def _sum(
 
     def as_it_is(payload: Array) -> tuple[Array, Array]:
         del payload
-        return total, jnp.where(_is_first(names), _count(jnp.abs(total) >= largest), 0.0)
+        at_limit = _count(jnp.abs(total) >= largest)
+        return total, jnp.where(lax.axis_index(names) == 0, at_limit, 0.0)
 
     branches: tuple[Callable[[Array], tuple[Array, Array]], ...] = (by_exchange, as_it_is)
     return lax.cond(overflowed, *branches, payload)
-
-
-def _is_first(names: tuple[str, ...]) -> Array:
-    """Whether this device is the first of those that are summed."""
-    return lax.axis_index(names) == 0
 
 
 def _is_not_zero(x: Array) -> Array:

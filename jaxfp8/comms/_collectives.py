@@ -61,7 +61,7 @@ def all_gather(
       (4, 2)
     """
     axis = _checked(tensor, axis)
-    _check_axis_name(axis_name)
+    names_of((axis_name,))
 
     def gather(x: Array) -> Array:
         return in_bytes(lambda x: lax.all_gather(x, axis_name, axis=axis, tiled=True), x)
@@ -116,7 +116,7 @@ def all_to_all(
       >>> split(jnp.ones((2, 4, 8))).shape
       (2, 4, 8)
     """
-    _check_axis_name(axis_name)
+    names_of((axis_name,))
     split_axis, concat_axis = (_checked(tensor, axis) for axis in (split_axis, concat_axis))
 
     def exchange(x: Array) -> Array:
@@ -175,7 +175,7 @@ def ppermute(
       (2, 2)
     """
     validate(tensor)
-    _check_axis_name(axis_name)
+    names_of((axis_name,))
 
     def send(x: Array) -> Array:
         return in_bytes(lambda x: lax.ppermute(x, axis_name, permutation), x)
@@ -191,30 +191,41 @@ def _checked(tensor: QuantizedTensor, axis: int) -> int:
     return axis % tensor.ndim
 
 
-def _check_axis_name(axis_name: str) -> None:
-    if axis_name not in manual_axes():
+def names_of(axis_name: str | Sequence[str], argument: str = "axis_name") -> tuple[str, ...]:
+    """The names of mesh axes as a tuple. ValueError unless each is manual here and named once."""
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if len(set(names)) != len(names) or (not names and argument == "axis_name"):
         raise ValueError(
-            f"axis_name={axis_name!r} is no manual mesh axis here. The manual axes are "
-            f"{list(manual_axes())}. Call this inside jax.shard_map, over one of its axes."
+            f"{argument}={axis_name!r} must name each mesh axis once, and at least one. Write "
+            '"data", or ("data", "fsdp").'
         )
+    if unknown := [name for name in names if name not in manual_axes()]:
+        raise ValueError(
+            f"{argument}={axis_name!r}: {unknown} are no manual mesh axes here. The manual axes "
+            f"are {list(manual_axes())}. Call this inside jax.shard_map, over some of its axes."
+        )
+    return names
 
 
 def _check_common_scale(tensor: QuantizedTensor, axis_name: str, axis: int, common: bool) -> None:
     """Raise ValueError unless all devices have the same scale, by its type or by `common`."""
     if not types_show_varying() and not common:
-        raise ValueError(
-            f"the scale of a tensor {list(tensor.shape)} with {tensor.granularity!r} spans axis "
-            f"{axis}, which is split over {axis_name!r}. With check_vma=False types cannot show "
-            "that all devices have the same scale. Quantize with the amax of all shards, and pass "
-            "common_scale=True."
+        why = (
+            "With check_vma=False types cannot show that all devices have the same scale. Quantize "
+            "with the amax of all shards, and pass common_scale=True."
         )
-    if axis_name in varying_axes(tensor.scale):
-        raise ValueError(
-            f"the scale of a tensor {list(tensor.shape)} with {tensor.granularity!r} spans axis "
-            f"{axis}, which is split over {axis_name!r}. But each device has its own scale. "
-            "Quantize with the amax of all shards: fp8.quantize(x, format, granularity, scale=...) "
-            f"with a scale from lax.pmax(amax, {axis_name!r})."
+    elif axis_name in varying_axes(tensor.scale):
+        why = (
+            "But each device has its own scale. Quantize with the amax of all shards: "
+            "fp8.quantize(x, format, granularity, scale=...) with a scale from "
+            f"lax.pmax(amax, {axis_name!r})."
         )
+    else:
+        return
+    raise ValueError(
+        f"the scale of a tensor {list(tensor.shape)} with {tensor.granularity!r} spans axis "
+        f"{axis}, which is split over {axis_name!r}. {why}"
+    )
 
 
 # A sum over devices in two exchanges: slices to their device, a sum, the sum to all devices.

@@ -12,7 +12,7 @@ from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.comms import _auto_scaled, _sum_methods
 from jaxfp8.comms._auto_scaled import GradientSumState
-from jaxfp8.comms._collectives import Slices
+from jaxfp8.comms._collectives import Slices, names_of
 from jaxfp8.comms._sum_methods import (
     AutoScaledFP8,
     BFloat16Sum,
@@ -26,22 +26,6 @@ from jaxfp8.numerics._rounding import undifferentiable
 from jaxfp8.sharding._amax import manual_axes, types_show_varying, varying_axes
 
 # Which gradients can be summed over which mesh axes: the checks of `all_reduce_gradients`.
-
-
-def _names_of(axis_name: str | Sequence[str], argument: str = "axis_name") -> tuple[str, ...]:
-    """The names of mesh axes as a tuple. ValueError unless each is manual here and named once."""
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    if len(set(names)) != len(names) or (not names and argument == "axis_name"):
-        raise ValueError(
-            f"{argument}={axis_name!r} must name each mesh axis once, and at least one. Write "
-            '"data", or ("data", "fsdp").'
-        )
-    if unknown := [name for name in names if name not in manual_axes()]:
-        raise ValueError(
-            f"{argument}={axis_name!r}: {unknown} are no manual mesh axes here. The manual axes "
-            f"are {list(manual_axes())}. Call this inside jax.shard_map, over some of its axes."
-        )
-    return names
 
 
 def _local_gradients(grads: PyTree, names: tuple[str, ...]) -> tuple[list[str], list[Any], Any]:
@@ -203,7 +187,7 @@ def all_reduce_gradients(
       Wang et al., ZeRO++, arXiv:2306.10209, section 3.3 (`TwoPhaseFP8`).
     """
     check_method(method)
-    names = _names_of(axis_name)
+    names = names_of(axis_name)
     called, leaves, structure = _local_gradients(grads, names)
     rows = _rows_of(state, structure, method)
     devices = lax.axis_size(names)
@@ -237,7 +221,7 @@ def _also_split_over(
 ) -> tuple[str, ...]:
     """The mesh axes over which a gradient is split and its state is not, without `names`."""
     if named is not None:
-        return tuple(name for name in _names_of(named, "also_split_over") if name not in names)
+        return tuple(name for name in names_of(named, "also_split_over") if name not in names)
     if types_show_varying():
         return tuple(sorted(varying_axes(x) - varying_axes(row.mu) - set(names)))
     others = [name for name in manual_axes() if name not in names and lax.axis_size(name) > 1]
@@ -353,7 +337,7 @@ def reduce_scatter_gradients(
             f"method={method!r} has no reduce-scatter: its mu limits how many values of an FP8 sum "
             "are clipped, and a shard is summed in float32. Use fp8.comms.TwoPhaseFP8()."
         )
-    names = _names_of(axis_name)
+    names = names_of(axis_name)
     called, leaves, structure = _local_gradients(grads, names)
     devices = lax.axis_size(names)
     factor = 1 / devices if mean else 1.0

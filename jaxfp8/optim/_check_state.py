@@ -40,7 +40,8 @@ class _Fault(NamedTuple):
 
 def _value_faults(kind: Any, field: str, host: dict[str, np.ndarray]) -> Iterator[_Fault]:
     """Values that no run makes, and those of a run that diverged."""
-    second, values = field in SECOND, host.get("values")
+    second = field in SECOND
+    values: Any = host.get("values")
     if kind in (Int8State, LinearInt8State):
         name = "roots" if kind is Int8State else "codes"
         codes = host[name]
@@ -52,19 +53,16 @@ def _value_faults(kind: Any, field: str, host: dict[str, np.ndarray]) -> Iterato
         near = 254 if codes.dtype == np.uint8 else 126
         yield from _group_faults(np.abs(codes).view(np.uint8), near, host["largest"])
     elif kind is ExpandedFP8State:
-        assert values is not None
         magnitude, last = yield from _float_faults(values, second)
         power = host["power"]
         yield _Fault("power", ~((power >= 0.125) & (power < 11_521)), "powers are 1/8 to 11,520")
         yield from _group_faults(magnitude, last - 1, host["largest"])
     elif kind in (QuantizedTensor, FP8State):
-        assert values is not None
         magnitude, last = yield from _float_faults(values, second)
         # The scale is the inverse of a rounded quotient.
         most = LARGEST / format_of(values.dtype).max * (1 + 1e-6)
         yield from _tensor_faults(magnitude, last - 1, host["scale"], most)
     elif kind is Float16State:
-        assert values is not None
         magnitude, _ = yield from _float_faults(values, second)
         scale = host["scale"]
         mantissa = np.frexp(np.where(np.isfinite(scale), scale, 1))[0]

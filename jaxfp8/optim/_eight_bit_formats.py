@@ -1,7 +1,6 @@
 """Moments in 8 bits: `FP8`, and formats whose scale belongs to a group of 128 values."""
 
 import dataclasses
-import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -26,6 +25,7 @@ from jaxfp8.optim._moment_formats import (
     float_of,
     round_code,
     round_to_float_code,
+    shared_axes,
     thresholds,
 )
 from jaxfp8.quantizers._base import check_value_format
@@ -80,15 +80,10 @@ class FP8(AbstractMaster, AbstractMomentFormat):
     def pack(
         self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
     ) -> QuantizedTensor:
-        if not types_show_varying():
-            raise ValueError(
-                f"{self} inside shard_map(check_vma=False) over {manual_axes()}: types do not say "
-                "over which axes its scale is shared. Use check_vma=True, or Int8()."
-            )
-        replaced = frozenset() if old is None else varying_axes(old.scale)
+        shared = shared_axes(self, x, None if old is None else old.scale)
         # One inf or NaN must not give the whole tensor the scale 1, under which small values are 0.
         finite = jnp.where(jnp.isfinite(x), x, 0)
-        largest = pmax(amax(finite, PerTensor()), varying_axes(x) - replaced)
+        largest = pmax(amax(finite, PerTensor()), shared)
         known = KnownScale(*ScaleRule().apply(largest, self.format))
         if not (self.is_stochastic or step is None):
             return self._dithered(x, known, thresholds(step, x.shape))
@@ -220,7 +215,11 @@ class Int8(AbstractMomentFormat):
             below = 127 * (jnp.sqrt(n) if self.companding else n)
         else:
             below = 255 * jnp.sqrt(jnp.sqrt(n))
-        value_of = functools.partial(self._value, signed=signed)
+
+        def value_of(code: Array) -> Array:
+            power, last = self._power(code.astype(jnp.float32), signed=signed)
+            return power * last
+
         code = round_code(n, below.astype(jnp.int32), value_of, thresholds(step, x.shape))
         if not signed:
             code = jnp.where(n > 0, jnp.maximum(code, LEAST_ROOT), 0)
@@ -239,11 +238,6 @@ class Int8(AbstractMomentFormat):
     def reads(self, stored: Any) -> bool:
         kind = Int8State if self.companding else LinearInt8State
         return isinstance(stored, kind) and _has_groups(stored.largest, stored[0], self.group)
-
-    def _value(self, code: Array, *, signed: bool) -> Array:
-        """What a code stands for, relative to the largest of its group."""
-        power, last = self._power(code.astype(jnp.float32), signed=signed)
-        return power * last
 
     def _power(self, code: Array, *, signed: bool) -> tuple[Array, float]:
         """A power of codes, float32 [...], and the inverse of that of the last code."""

@@ -19,9 +19,10 @@ from jaxfp8.optim._moment_formats import (
     AbstractMomentFormat,
     as_float,
     round_to_float_code,
+    shared_axes,
     thresholds,
 )
-from jaxfp8.sharding._amax import manual_axes, pmax, types_show_varying, varying_axes
+from jaxfp8.sharding._amax import pmax
 
 # A float32 as a bfloat16 and a remainder, in integer arithmetic on its bits.
 #
@@ -107,17 +108,11 @@ def _to_scaled_float16(
 
     The new scale replaces `old_scale`. `u` has `thresholds` of rounding; None rounds to nearest.
     """
-    if not types_show_varying():
-        raise ValueError(
-            f"master=Float16() inside shard_map(check_vma=False) over {manual_axes()}: types do "
-            "not say over which axes its scale is shared. Use check_vma=True, or another master."
-        )
     magnitude = lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
     # The order of magnitudes is the order of their bits. inf and NaN have no effect on the scale.
     finite = jnp.where(magnitude < _INFINITY, magnitude, 0)
     largest = jnp.max(finite, initial=0)
-    shared = varying_axes(x) - (frozenset() if old_scale is None else varying_axes(old_scale))
-    largest = pmax(largest, shared)
+    largest = pmax(largest, shared_axes("Float16()", x, old_scale))
     exponent = ((largest + _CARRY) >> 23) - (BIAS + _LAST_EXPONENT)
     exponent = jnp.where(largest == 0, 0, jnp.maximum(exponent, _SMALLEST))
     scaled, scale = x * power_of_two(-exponent), power_of_two(exponent)

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array, DType
+from jaxfp8.sharding._amax import manual_axes, types_show_varying, varying_axes
 
 # How moments are rounded: by a threshold that changes at every step, so that all of them decay.
 #
@@ -115,6 +116,21 @@ def as_float(code: Array, dtype: DType) -> Array:
 
 
 # How an optimizer stores its moments, and in how many bytes. Arithmetic stays in float32.
+
+
+def shared_axes(what: object, x: Array, old_scale: Array | None) -> frozenset[str]:
+    """The mesh axes over which shards of x share a scale that replaces `old_scale`.
+
+    ValueError where types do not give them. `what` is what the message calls the format.
+    """
+    if not types_show_varying():
+        raise ValueError(
+            f"{what} inside shard_map(check_vma=False) over {manual_axes()}: types do not say over "
+            "which axes its scale is shared. Use check_vma=True, or a format with a scale for each "
+            "group, such as Int8()."
+        )
+    return varying_axes(x) - (frozenset() if old_scale is None else varying_axes(old_scale))
+
 
 MomentRounding: TypeAlias = Literal["dithered", "stochastic"]
 
@@ -223,23 +239,17 @@ class PerParameter:
     default: AbstractMomentFormat
 
     def __post_init__(self) -> None:
-        # A tuple, so that it can be hashed, and a list that changes later changes no format.
         try:
+            # A tuple, so that it can be hashed, and a list that changes later changes no format.
             rules = tuple((match, format) for match, format in self.rules)
-        except (TypeError, ValueError):
+            for match, _ in rules:
+                re.compile(match)
+        except (TypeError, ValueError, re.error) as error:
             raise ValueError(
-                f"rules={self.rules!r} must be pairs of a pattern and a format. Write "
-                "PerParameter([('.*embed.*', Float32())], Int8())."
+                f"rules={self.rules!r}: {error}. They must be pairs of a regular expression and a "
+                "format. Write PerParameter([('.*embed.*', Float32())], Int8())."
             ) from None
         object.__setattr__(self, "rules", rules)
-        for match, _ in self.rules:
-            try:
-                re.compile(match)
-            except (re.error, TypeError) as error:
-                raise ValueError(
-                    f"rule {match!r} is no regular expression: {error}. Write a pattern of paths, "
-                    "such as '.*embed.*'."
-                ) from None
 
     @property
     def formats(self) -> tuple[AbstractMomentFormat, ...]:

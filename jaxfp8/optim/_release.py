@@ -245,15 +245,7 @@ class Release:
 
         def of_layer(carry: PyTree, params: PyTree, others: list[Array]) -> tuple[PyTree, PyTree]:
             x = jax.tree.unflatten(treedef, [*others[:place], params, *others[place:]])
-            new, y = f(carry, x)
-            found: Any = jax.tree.structure(new)
-            needed: Any = jax.tree.structure(carry)
-            if found != needed:
-                raise TypeError(
-                    f"f returns a carry {found}, but init is {needed}. Both need the same "
-                    "structure, as in jax.lax.scan."
-                )
-            return new, y
+            return f(carry, x)
 
         first = jax.tree.map(
             lambda x: lax.index_in_dim(jnp.asarray(x), 0, keepdims=False), (layers._values, nodes)

@@ -21,7 +21,7 @@ from jaxfp8._typing import Array, PyTree
 from jaxfp8.numerics._rounding import undifferentiable
 from jaxfp8.optim._released import is_sealed
 from jaxfp8.optim._weights import is_float
-from jaxfp8.sharding._amax import vary_as, varying_axes_of_type
+from jaxfp8.sharding._amax import vary_as, vary_over, varying_axes_of_type
 from jaxfp8.state._gradient_channel import Use
 
 # The arrays that the loop of released layers differentiates, and which of them have a gradient.
@@ -58,9 +58,7 @@ def _instantiated(cotangent: Any) -> Array | None:
         return None
     if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return cotangent
-    zeros = jnp.zeros(aval.shape, aval.dtype)
-    axes = tuple(sorted(varying_axes_of_type(aval)))
-    return lax.pcast(zeros, axes, to="varying") if axes else zeros
+    return vary_over(jnp.zeros(aval.shape, aval.dtype), varying_axes_of_type(aval))
 
 
 # What finds a wrong use of a `Released`. JAX would add, scale or average the next parameters.

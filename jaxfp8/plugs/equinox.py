@@ -195,16 +195,16 @@ def _per_example_dot(policy: Policy, x: Array, w: Array, state: PyTree) -> Array
     All examples share w. If it is mapped, there is one matmul for each of its slices.
     UncollectedStateError in the backward pass, if the state is not collected.
     """
-    return _forward(policy)(x, w, state)
+    return _for_all(_matmul, policy)(x, w, state)
 
 
 def _forward_rule(policy: Policy, x: Array, w: Array, state: PyTree) -> tuple[Array, Any]:
-    return _forward(policy)(x, w, state), (x, w, state)
+    return _for_all(_matmul, policy)(x, w, state), (x, w, state)
 
 
 def _backward_rule(policy: Policy, residuals: Any, g: Array) -> Any:
     # The casts of x and w are written twice. XLA computes them once if both are in one program.
-    return _backward(policy)(*residuals, g)
+    return _for_all(_gradients, policy)(*residuals, g)
 
 
 _per_example_dot.defvjp(_forward_rule, _backward_rule)
@@ -229,38 +229,24 @@ def _gradients(policy: Policy, x: Array, w: Array, state: PyTree, g: Array) -> A
 
 
 @functools.cache
-def _forward(policy: Policy) -> Any:
-    """The matmul under `jax.vmap`. The result has the axes of x, so they need no change."""
-    matmul = custom_vmap(functools.partial(_matmul, policy))
+def _for_all(function: Callable[..., Any], policy: Policy) -> Any:
+    """`_matmul` or `_gradients`. `jax.vmap` calls it once, with all examples.
 
-    @matmul.def_vmap
-    def _rule(size: int, mapped: Any, x: Array, w: Array, state: PyTree) -> Any:
-        x_mapped, *others = mapped
-        if any(jax.tree.leaves(others)):
-            return _sliced(functools.partial(_matmul, policy), size, mapped, x, w, state)
-        return matmul(x, w, state), x_mapped
+    The result of the matmul has the axes of x. The gradients of w and of the state are sums or
+    maxima over all examples.
+    """
+    function = functools.partial(function, policy)
+    of_all = custom_vmap(function)
 
-    return matmul
+    @of_all.def_vmap
+    def _rule(size: int, mapped: Any, x: Array, w: Array, state: PyTree, *g: Array) -> Any:
+        x_mapped, w_mapped, state_mapped, *g_mapped = mapped
+        if not all((x_mapped, *g_mapped)) or any(jax.tree.leaves((w_mapped, state_mapped))):
+            # One call for each slice, as for the members of an ensemble.
+            axes = jax.tree.map(lambda each: 0 if each else None, mapped)
+            out = jax.vmap(function, in_axes=tuple(axes), axis_size=size)(x, w, state, *g)
+            return out, jax.tree.map(lambda _: True, out)
+        out = of_all(x, w, state, *g)
+        return out, (True, False, jax.tree.map(lambda _: False, state)) if g else True
 
-
-@functools.cache
-def _backward(policy: Policy) -> Any:
-    """The gradients under `jax.vmap`. Those of w and of the state are of all examples."""
-    gradients = custom_vmap(functools.partial(_gradients, policy))
-
-    @gradients.def_vmap
-    def _rule(size: int, mapped: Any, x: Array, w: Array, state: PyTree, g: Array) -> Any:
-        x_mapped, w_mapped, state_mapped, g_mapped = mapped
-        if not (x_mapped and g_mapped) or any(jax.tree.leaves((w_mapped, state_mapped))):
-            return _sliced(functools.partial(_gradients, policy), size, mapped, x, w, state, g)
-        out = gradients(x, w, state, g)
-        return out, (True, False, jax.tree.map(lambda _: False, out[2]))
-
-    return gradients
-
-
-def _sliced(function: Any, size: int, mapped: Any, *arguments: Any) -> Any:
-    """`jax.vmap` of a function: one matmul for each slice, as for the members of an ensemble."""
-    axes = jax.tree.map(lambda each: 0 if each else None, mapped)
-    out = jax.vmap(function, in_axes=tuple(axes), axis_size=size)(*arguments)
-    return out, jax.tree.map(lambda _: True, out)
+    return of_all

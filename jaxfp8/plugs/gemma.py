@@ -7,7 +7,6 @@ programs without FP8, or in another recipe.
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
@@ -28,11 +27,8 @@ LAYERS = {nn.Dense: FP8Dense, nn.DenseGeneral: FP8DenseGeneral, nn.Einsum: FP8Ei
 
 
 # What is exchanged here: pairs of a policy and the paths of modules, the outermost context first.
-_entered: contextvars.ContextVar[tuple[tuple[Policy, str], ...]] = contextvars.ContextVar(
-    "_entered", default=()
-)
-# The same, as a part of the keys of jax.jit's cache, which nn.jit uses.
-_key: Any = jax.make_user_context(None)
+# It is a part of the keys of jax.jit's cache, which nn.jit uses.
+_entered: Any = jax.make_user_context(())
 # What has exchanged a layer. Later a program from that cache may call the layer, unseen.
 _matched: set[tuple[Policy, str]] = set()
 
@@ -92,13 +88,8 @@ def interceptor(
         new = known[id(module)][1]
         return next_fun(*args, **kwargs) if new is module else new(*args, **kwargs)
 
-    entered = (*_entered.get(), (policy, paths))
-    token = _entered.set(entered)
-    try:
-        with _key(entered), nn.intercept_methods(intercept):
-            yield
-    finally:
-        _entered.reset(token)
+    with _entered((*_entered.value, (policy, paths))), nn.intercept_methods(intercept):
+        yield
     if missed and (policy, paths) not in _matched:
         raise ValueError(
             f"paths={paths!r} matches no layer that ran in this context. Its layers are "

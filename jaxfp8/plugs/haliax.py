@@ -60,7 +60,8 @@ def dot_general_op(recipe: Recipe, **options: Unpack[LayerOptions]) -> Any:
     """
     options.setdefault("state_channel", "gradient")
     policy = Policy.of("jaxfp8.plugs.haliax.dot_general_op", recipe, options)
-    return _operation()(_held(init_state(policy.recipe), policy), policy)
+    dot_op, _ = _operations()
+    return dot_op(_held(init_state(policy.recipe), policy), policy)
 
 
 def ragged_dot_op(
@@ -97,7 +98,8 @@ def ragged_dot_op(
     policy = Policy.of(name, recipe, LayerOptions(**options))
     stacked = () if groups is None else (check_groups(groups),)
     state = unset_state(policy.recipe.rows, stacked) if policy.recipe.rows else ()
-    return _ragged_operation()(_held(state, policy), policy)
+    _, grouped_op = _operations()
+    return grouped_op(_held(state, policy), policy)
 
 
 def quantize_linear_layers(
@@ -216,8 +218,11 @@ def _check_one_backward_pass(policy: Policy) -> None:
 
 
 @functools.cache
-def _base() -> type:
-    """What both operations share. haliax defines the base, so it is made by its first use."""
+def _operations() -> tuple[type, type]:
+    """The classes of operations for `Linear` and for experts.
+
+    haliax defines their base, so they are made by their first use.
+    """
     eqx = import_guest("equinox", "equinox")
     overwrite = import_guest("haliax.quantization", "haliax").OverwriteWithGradient
 
@@ -241,14 +246,7 @@ def _base() -> type:
             unset = jax.tree.map(jnp.zeros_like, self.held)
             return dataclasses.replace(self, held=unset)
 
-    return FP8Op
-
-
-@functools.cache
-def _operation() -> type:
-    """The class of operations for `Linear`."""
-
-    class FP8DotGeneralOp(_base()):  # type: ignore[misc]
+    class FP8DotGeneralOp(FP8Op):
         def __call__(
             self,
             lhs: Array,
@@ -264,14 +262,7 @@ def _operation() -> type:
                 recipe=self.policy.recipe, state=self.state, **self.policy.options,
             )  # fmt: skip
 
-    return FP8DotGeneralOp
-
-
-@functools.cache
-def _ragged_operation() -> type:
-    """The class of operations for experts."""
-
-    class FP8RaggedDotOp(_base()):  # type: ignore[misc]
+    class FP8RaggedDotOp(FP8Op):
         def __call__(self, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
             _check_one_backward_pass(self.policy)
             return ragged_dot(
@@ -279,7 +270,7 @@ def _ragged_operation() -> type:
                 state=self.state, **self.policy.options,
             )  # fmt: skip
 
-    return FP8RaggedDotOp
+    return FP8DotGeneralOp, FP8RaggedDotOp
 
 
 # A state as bytes, because levanter casts a whole model to a shorter dtype, its state too.
@@ -295,7 +286,7 @@ _ROUNDING = 2.0**-10
 """Above the error of a mean over devices of equal bytes, in float32."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _StateBytes:
     """The state of one matmul, whose arrays survive a cast.

@@ -58,5 +58,18 @@ def pmax(x: Array, axes: Iterable[str]) -> Array:
 
 def vary_as(x: Array, like: Array) -> Array:
     """x with a type that varies also over every mesh axis over which `like` varies."""
-    names = tuple(sorted(varying_axes(like) - varying_axes(x)))
+    return vary_over(x, varying_axes(like))
+
+
+def vary_everywhere(x: Array) -> Array:
+    """x with a type that varies over all manual mesh axes.
+
+    Backward rules then emit no collective for its cotangent.
+    """
+    return vary_over(x, manual_axes()) if types_show_varying() else x
+
+
+def vary_over(x: Array, axes: Iterable[str]) -> Array:
+    """x with a type that varies also over these mesh axes."""
+    names = tuple(sorted(set(axes) - varying_axes(x)))
     return lax.pcast(x, names, to="varying") if names else x

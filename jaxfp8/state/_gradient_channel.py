@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8._typing import Array, FP8StateError, PyTree
-from jaxfp8.sharding._amax import check_axes, types_show_varying
+from jaxfp8.sharding._amax import check_axes, types_show_varying, vary_everywhere
 from jaxfp8.state._commit import commit_one
 from jaxfp8.state._identity import check_at_use, is_known, known_scales, tag_fits, tag_state
 from jaxfp8.state._ledger import (
@@ -34,7 +34,6 @@ from jaxfp8.state._ledger import (
     decode,
     read_reduce_axes,
     reduce_over_mesh,
-    vary_everywhere,
     zero_ledgers,
 )
 from jaxfp8.state._state import MatmulState, Probe, SeenAmax, map_states

@@ -28,7 +28,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.custom_batching import custom_vmap
 
 from jaxfp8._typing import Array, FP8StateError, PyTree
@@ -199,17 +198,6 @@ def check_named(named: tuple[str, ...] | None, argument: str) -> None:
             "which mesh axes an amax is reduced. Name the axes, all but those of pipeline stages: "
             f"{argument}."
         )
-
-
-def vary_everywhere(ledger: Array) -> Array:
-    """The ledger, with a type that varies over all manual mesh axes.
-
-    Backward rules then emit no collective for its cotangent. `reduce_over_mesh` follows at the end.
-    """
-    missing = (
-        tuple(sorted(set(manual_axes()) - varying_axes(ledger))) if types_show_varying() else ()
-    )
-    return lax.pcast(ledger, missing, to="varying") if missing else ledger
 
 
 def reduce_over_mesh(

@@ -9,7 +9,6 @@ leaf.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -21,11 +20,7 @@ from jaxfp8.recipes._recipe import Row
 # The state of one matmul, and what a step saw of it.
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["ledger", "known"],
-    meta_fields=["reduce_axes", "channel"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Probe:
     """The part of a state that exists only inside a differentiated loss."""
@@ -33,15 +28,13 @@ class Probe:
     ledger: Array | None  # f32[..., BINS, R] zeros; its cotangent has the amaxes. None if frozen
     # f32[..., 2, R], see `known_scales`. A loop over stacked layers slices one array for both.
     known: Array
-    reduce_axes: tuple[str, ...] | None  # named by the caller, because types do not give them
-    channel: Literal["gradient"] | None = None  # None if `value_and_grad` made the probe
+    # Named by the caller, because types do not give them.
+    reduce_axes: tuple[str, ...] | None = dataclasses.field(metadata={"static": True})
+    # None if `value_and_grad` made the probe.
+    channel: Literal["gradient"] | None = dataclasses.field(default=None, metadata={"static": True})
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["scale", "amax_history", "nonfinite_steps", "fingerprint", "probe"],
-    meta_fields=["rows", "frozen", "settled"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MatmulState:
     """Quantizer state of one matmul, with its gradients: fprop, dgrad and wgrad.
@@ -75,9 +68,9 @@ class MatmulState:
     nonfinite_steps: Array
     fingerprint: Array
     probe: Probe | None
-    rows: tuple[Row, ...]
-    frozen: bool = False
-    settled: bool = False
+    rows: tuple[Row, ...] = dataclasses.field(metadata={"static": True})
+    frozen: bool = dataclasses.field(default=False, metadata={"static": True})
+    settled: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def __repr__(self) -> str:
         names = " ".join(row.tensor for row in self.rows)
@@ -91,7 +84,7 @@ LEAVES = ("scale", "amax_history", "nonfinite_steps", "fingerprint")
 """The arrays of a state between steps. A checkpoint saves these."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["amax"], meta_fields=["rows"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SeenAmax:
     """The largest amaxes that a matmul saw since the last commit: f32[..., R].
@@ -100,7 +93,7 @@ class SeenAmax:
     """
 
     amax: Array
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...] = dataclasses.field(metadata={"static": True})
 
 
 def is_state(node: object) -> bool:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.recipes._presets import identity
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._amax import check_axes, manual_axes, types_show_varying
+from jaxfp8.sharding._amax import check_axes, manual_axes, types_show_varying, vary_everywhere
 from jaxfp8.state._commit import commit_one, nothing_seen
 from jaxfp8.state._identity import check_at_use, known_scales
 from jaxfp8.state._ledger import (
@@ -29,7 +29,6 @@ from jaxfp8.state._ledger import (
     decode,
     read_reduce_axes,
     reduce_over_mesh,
-    vary_everywhere,
     zero_ledgers,
 )
 from jaxfp8.state._state import MatmulState, Probe, SeenAmax, is_state, map_states

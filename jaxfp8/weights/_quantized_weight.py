@@ -1,7 +1,6 @@
 """`QuantizedWeight`: the FP8 copies of a weight that a model holds, and its gradient's way."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -87,11 +86,7 @@ class WeightAxes:
         return TrainingGeometry.of(numbers, batches + 1 + len(self.contracted), ndim)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["values", "scales", "amaxes", "original"],
-    meta_fields=["recipe", "axes", "dtype", "scale_axes"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
     """A weight in FP8, as the matmuls of one recipe read it: a pytree in the place of an array.
@@ -132,10 +127,10 @@ class QuantizedWeight:
     scales: tuple[Array, ...]
     amaxes: Array | None
     original: Array | None
-    recipe: Recipe
-    axes: WeightAxes
-    dtype: DType
-    scale_axes: tuple[tuple[int | None, ...], ...]
+    recipe: Recipe = dataclasses.field(metadata={"static": True})
+    axes: WeightAxes = dataclasses.field(metadata={"static": True})
+    dtype: DType = dataclasses.field(metadata={"static": True})
+    scale_axes: tuple[tuple[int | None, ...], ...] = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -195,8 +190,8 @@ class QuantizedWeight:
             )
         return self
 
-    def __jax_array__(self) -> Array:
-        """Refuses. jnp calls it for an operand that is no array."""
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        """Refuses. Python's own error for arithmetic would not say what to write."""
         raise TypeError(
             f"{self} is no array, and only matmuls and layers of jaxfp8 with its recipe take it. "
             "Everywhere else use the weight in high precision, and leave it out of quantize_params "
@@ -205,14 +200,8 @@ class QuantizedWeight:
             "optim.with_master_weights(tx, master=...)."
         )
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses, as `__jax_array__` does. NumPy calls it."""
-        return self.__jax_array__()
-
-    def _refuse(self, *args: Any) -> Any:
-        """Refuses. Python's own error would not say what to write."""
-        return self.__jax_array__()
-
+    # jnp calls the first one for an operand that is no array, and NumPy the second one.
+    __jax_array__ = __array__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuse
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _refuse

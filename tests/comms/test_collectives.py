@@ -208,7 +208,7 @@ def test_without_types_somebody_has_to_say_that_a_scale_is_common():
 )
 def test_outside_of_shard_map(collective):
     with pytest.raises(
-        ValueError, match=mentions("axis_name='d' is no manual mesh axis", "inside jax.shard_map")
+        ValueError, match=mentions("['d'] are no manual mesh axes", "inside jax.shard_map")
     ):
         collective(fp8.quantize(X, fp8.E4M3, fp8.PerAxis(0, 1)))
 

@@ -309,7 +309,7 @@ def test_arguments_of_scan():
         STACK.scan(body, inputs(0), (layers, layers))
     with pytest.raises(ValueError, match="no array of floats"):
         STACK.scan(lambda x, p: (x, None), 1, layers)
-    with pytest.raises(TypeError, match="same structure"):
+    with pytest.raises(TypeError, match="same pytree structure"):
         STACK.scan(lambda x, p: ((x, x), None), inputs(0), layers)
     with pytest.raises(ValueError, match="the same size, the number of layers"):
         STACK.scan(body, inputs(0), (layers, jnp.ones(7)))
