@@ -1,36 +1,26 @@
 """The quantizer in Pallas (Mosaic GPU), for Hopper and Blackwell.
 
 It reads x once for all copies in tiles. Scales that span x need an amax before the first value is
-cast, so x is read twice: once for all amaxes and once for all copies. XLA reads x three times for
-rows and columns, and then transposes values.
+cast. XLA finds these amaxes, in one read for rows and columns, and a kernel reads x again for all
+copies.
 
-Letters: L the leading axes as one, M, K the last two; T = 128; S the side of a tile that shares a
-  scale.
+Letters: S the side of a tile that shares a scale.
 """
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, Axes
-from jaxfp8.kernels._mosaic_source import Reader, Staged, make_reader, operands_of
-from jaxfp8.kernels._mosaic_tiles import T, count_tiles, grid, load_parts, place
-from jaxfp8.kernels._on_mesh import on_mesh
 from jaxfp8.kernels.cast._mosaic import copies
 from jaxfp8.kernels.quantize._mosaic_tiling import check_sides, quantize_in_tiles
-from jaxfp8.numerics._amax import magnitude
-from jaxfp8.numerics._exact import to_float32
-from jaxfp8.numerics._granularity import AbstractGranularity
+from jaxfp8.numerics._amax import amaxes
 from jaxfp8.numerics._per_block import PerBlock, devices_of, is_explicit, merge_axes
-from jaxfp8.prologues._prologue import Produced, Source, prologue_of, value_of
+from jaxfp8.prologues._prologue import Produced, Source, value_of
 
 
 def cast_copies(
@@ -57,7 +47,8 @@ def cast_copies(
     if in_tiles:
         return _in_tiles(x, cast)
     if scales is None:
-        scales = _scales(x, cast)
+        found = amaxes(value_of(x), cast.granularities)
+        scales = [cast.rule.apply(found[each], cast.format) for each in cast.granularities]
     multipliers, known = zip(*scales, strict=True)
     values, extras = copies(x, cast, multipliers)
     return cast.copies(values, known, x.dtype), extras
@@ -161,112 +152,3 @@ def _shaped(result: Array, shape: Axes, like: Array) -> Array:
     """A result of the merged array, with the axes and the sharding of x."""
     sharding = jax.typeof(like).sharding if is_explicit(like) else None
     return lax.reshape(result, shape, out_sharding=sharding)
-
-
-# Scales that span x: of the tensor, of rows, of columns.
-
-_Along: TypeAlias = Literal["tensor", "rows", "columns"]
-_CELLS: dict[_Along, Axes] = {"tensor": (T, T), "rows": (1, T), "columns": (T, 1)}
-
-
-def _scales(x: Source, cast: Cast) -> list[tuple[Array, Array]]:
-    """Multipliers and scales, for the granularities that `_along` accepts: the first read of x."""
-    kinds = tuple(_along(granularity, x.ndim) for granularity in cast.granularities)
-    largest = _largest_of_tiles(x, tuple(dict.fromkeys(kinds)))
-    return [
-        cast.rule.apply(to_float32(granularity.maximum(largest[kind])), cast.format)
-        for granularity, kind in zip(cast.granularities, kinds, strict=True)
-    ]
-
-
-def _along(granularity: AbstractGranularity, ndim: int) -> _Along:
-    """Which values share a scale: all of x, those along K, or those along M (and axes in front)."""
-    if granularity.in_one:
-        return "tensor"
-    if granularity.in_rows and ndim >= 2:
-        if not granularity.has_cells_along(-1, ndim):
-            return "rows"
-        if not granularity.has_cells_along(-2, ndim):
-            return "columns"
-    raise NotImplementedError(
-        f"The cast has {granularity!r} for an array of {ndim} axes. This kernel takes one scale "
-        "for the tensor, for each row or for each column. Write casts='xla' in fp8.Kernels."
-    )
-
-
-def _largest_of_tiles(x: Source, kinds: tuple[_Along, ...]) -> dict[_Along, Array]:
-    """Partial amaxes in one read of x: a scale cell is cut at the borders of tiles T x T.
-
-    There is one array for each kind: "tensor" [.., M/T, K/T], "rows" [.., M, K/T], "columns"
-    [.., M/T, K]. XLA reduces them to the amaxes of the cells.
-    """
-    operands, prologue = operands_of(x), prologue_of(x)
-
-    def local(*arrays: Array) -> tuple[Array, ...]:
-        source, read = make_reader(arrays, prologue)
-        *lead, m, k = arrays[0].shape
-        results = []
-        # The kernel writes whole tiles. Amaxes past the end of the array are cut off.
-        for kind, largest in zip(kinds, _AmaxKernel(source, kinds)(read), strict=True):
-            down, across = _CELLS[kind]
-            largest = largest.swapaxes(1, 2) if kind == "rows" else largest
-            largest = largest[:, : pl.cdiv(source.shape[1], down), : pl.cdiv(k, across)]
-            results.append(largest.reshape(*lead, pl.cdiv(m, down), pl.cdiv(k, across)))
-        return tuple(results)
-
-    cells = tuple(_CELLS[kind] for kind in kinds)
-    return dict(zip(kinds, on_mesh(local, (T, T), cells)(*operands), strict=True))
-
-
-class _Scratch(NamedTuple):
-    """Shared memory of the kernel: what it reads, and for each kind a line of amaxes or None."""
-
-    read: Staged
-    lines: Sequence[Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class _AmaxKernel:
-    """The kernel that finds amaxes in x [L, M, K]: of rows, of columns, and of tiles."""
-
-    source: Reader
-    kinds: Sequence[_Along]
-
-    def __call__(self, operands: Sequence[Array]) -> Sequence[Array]:
-        lead, (down, across) = self.source.shape[0], count_tiles(self.source.shape)
-        # M and K of rows and columns are rounded up to whole tiles: Pallas copies one dimension
-        # without a check for the end of a row.
-        shapes = {
-            "tensor": (lead, down, across),
-            "rows": (lead, across, down * T),
-            "columns": (lead, down, across * T),
-        }
-        lines = [None if kind == "tensor" else plgpu.SMEM((T,), jnp.float32) for kind in self.kinds]
-        (results,) = plgpu.kernel(
-            self.body,
-            out_type=([jax.ShapeDtypeStruct(shapes[kind], jnp.float32) for kind in self.kinds],),
-            scratch_types=(_Scratch(self.source.staged(), lines),),
-            **grid(self.source.shape),
-        )(operands)
-        return results
-
-    def body(self, operands: Sequence[Any], results: Sequence[Any], scratch: _Scratch) -> None:
-        """The work of a block of threads. The name "body" is the kernel's name in the program."""
-        self.source.start(operands, scratch.read)
-        tile = self.source.tile(operands, scratch.read)
-        for kind, result, line in zip(self.kinds, results, scratch.lines, strict=True):
-            at = place(self.source.shape).of_copy(transposed=kind == "columns")
-            amaxes = []
-            for index, rows in load_parts(tile, transposed=kind == "columns"):
-                amaxes.append(jnp.max(magnitude(rows, kernel_language=True), axis=1))
-                if line is not None:
-                    line[index] = amaxes[-1]
-            if line is None:  # two parts, of PART = T / 2 rows each
-                result[tuple(at)] = jnp.max(jnp.maximum(*amaxes))
-            else:
-                plgpu.commit_smem()  # all threads have stored amaxes, and TMA sees them
-                where = at.matrix, at.column, pl.ds(at.row * T, T)
-                plgpu.copy_smem_to_gmem(line, result.at[where])
-        # TMA has read all lines. Before that the block must not end: its shared memory would go to
-        # another block.
-        plgpu.wait_smem_to_gmem(0)
