@@ -59,10 +59,12 @@ def _in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastE
     # Before axes are merged, so that an error names the tile that the user wrote.
     for granularity in cast.granularities:
         check_sides(granularity, x.ndim)
-    if x.ndim > 2 and not (merged := _Merged.of(x.shape, cast)).is_trivial:
-        copies, _ = _in_tiles(merged.source(x), merged.cast(cast))
-        return merged.copies(copies, x, cast), CastExtras()
-    return quantize_in_tiles(x, cast)
+    tiles = [granularity.along(x.ndim) for granularity in cast.granularities]
+    last = x.ndim - 1
+    rows = max((axis for tile in tiles for axis in range(last) if tile[axis] > 1), default=last - 1)
+    if rows == last - 1:
+        return quantize_in_tiles(x, cast)
+    return _in_merged_tiles(x, cast, rows), CastExtras()
 
 
 # Arrays whose tiles run along other axes than the last two, reshaped to matrices.
@@ -74,78 +76,57 @@ def _in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastE
 # Letters: B batch, S tokens, H heads, D values of a head.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Merged:
-    """How trailing axes of an array become one."""
+def _in_merged_tiles(x: Source, cast: Cast, rows: int) -> tuple[QuantizedTensor, ...]:
+    """`cast_copies` by a cast of x whose axes after `rows` are merged. It sums no columns."""
+    like = value_of(x)
+    tiles = [granularity.along(x.ndim) for granularity in cast.granularities]
+    # A ragged last tile of one head would continue into the next head of the merged axis.
+    if any(like.shape[-1] % tile[-1] for tile in tiles):
+        raise NotImplementedError(
+            f"The array has shape {list(like.shape)} and tiles along axis {rows}. The kernel "
+            "merges the axes after it, whose last axis has no whole tiles. Pad the last axis."
+        )
+    directions = tuple(
+        dataclasses.replace(direction, granularity=PerBlock((tile[rows], tile[-1])))
+        for direction, tile in zip(cast.directions, tiles, strict=True)
+    )
+    # The merged array has other columns than x, so their sums would not be those of x.
+    merged = dataclasses.replace(cast, directions=directions, column_sums=False)
+    copies, _ = quantize_in_tiles(_merge_source(x, rows), merged)
+    values = tuple(_shaped(copy.values, like.shape, like) for copy in copies)
+    scales = tuple(
+        _shaped(copy.scale, granularity.scale_shape(like.shape), like)
+        for copy, granularity in zip(copies, cast.granularities, strict=True)
+    )
+    return cast.copies(values, scales, like.dtype)
 
-    counts: Axes  # for each axis of the merged array, how many axes of x it holds
-    rows: int  # the axis of x in front of the merged axes
 
-    @classmethod
-    def of(cls, shape: Axes, cast: Cast) -> "_Merged":
-        """How to merge the axes of an array with tiles along the last axis or one before it."""
-        ndim = len(shape)
-        tiles = [granularity.along(ndim) for granularity in cast.granularities]
-        rows = max((axis for tile in tiles for axis in range(ndim - 1) if tile[axis] > 1),
-                   default=ndim - 2)  # fmt: skip
-        # A ragged last tile of one head would continue into the next head of the merged axis.
-        if rows < ndim - 2 and any(shape[-1] % tile[-1] for tile in tiles):
+def _merge_source(x: Source, rows: int) -> Source:
+    """x with one axis after `rows`. It refuses an array of a prologue that has some of its axes."""
+    if not isinstance(x, Produced):
+        return _merge(value_of(x), rows)
+    for each in x.operands:
+        last = each.shape[rows + 1 :]
+        if last != x.shape[rows + 1 :] and math.prod(last) > 1:
             raise NotImplementedError(
-                f"The array has shape {list(shape)} and tiles along axis {rows}. The kernel merges "
-                "the axes after it, whose last axis has no whole tiles. Pad the last axis."
+                f"prologue={x.prologue!r} of {list(x.shape)} reads an array of "
+                f"{list(each.shape)}. The kernel merges trailing axes, and the array has only "
+                "some of them. Quantize prologue(*arrays)."
             )
-        return cls((1,) * (rows + 1) + (ndim - 1 - rows,), rows)
+    operands = tuple(_merge(each, rows) for each in x.operands)
+    return Produced(_merge(x.value, rows), operands, x.prologue)
 
-    @property
-    def is_trivial(self) -> bool:
-        """Whether no axes are merged."""
-        return self.counts[-1] == 1
 
-    def source(self, x: Source) -> Source:
-        """x with merged axes. It refuses an array of a prologue that has only some of them."""
-        if not isinstance(x, Produced):
-            return self._array(value_of(x))
-        for each in x.operands:
-            last = each.shape[self.rows + 1 :]
-            if last != x.shape[self.rows + 1 :] and math.prod(last) > 1:
-                raise NotImplementedError(
-                    f"prologue={x.prologue!r} of {list(x.shape)} reads an array of "
-                    f"{list(each.shape)}. The kernel merges trailing axes, and the array has only "
-                    "some of them. Quantize prologue(*arrays)."
-                )
-        return Produced(self._array(x.value), tuple(map(self._array, x.operands)), x.prologue)
-
-    def cast(self, cast: Cast) -> Cast:
-        """The cast of the merged array. It sums no columns: x has other columns than that array."""
-        directions = tuple(
-            dataclasses.replace(direction, granularity=PerBlock((tile[self.rows], tile[-1])))
-            for direction in cast.directions
-            for tile in [direction.granularity.along(self.rows + 1 + self.counts[-1])]
-        )
-        return dataclasses.replace(cast, directions=directions, column_sums=False)
-
-    def copies(
-        self, copies: tuple[QuantizedTensor, ...], x: Source, cast: Cast
-    ) -> tuple[QuantizedTensor, ...]:
-        """Copies of the merged array as copies of x."""
-        like = value_of(x)
-        values = tuple(_shaped(copy.values, like.shape, like) for copy in copies)
-        scales = tuple(
-            _shaped(copy.scale, granularity.scale_shape(like.shape), like)
-            for copy, granularity in zip(copies, cast.granularities, strict=True)
-        )
-        return cast.copies(values, scales, like.dtype)
-
-    def _array(self, x: Array) -> Array:
-        if is_explicit(x):
-            sharding = jax.typeof(x).sharding
-            if any(devices_of(sharding.mesh, each) > 1 for each in sharding.spec[self.rows + 2 :]):
-                raise NotImplementedError(
-                    f"The array {list(x.shape)} is split as {sharding.spec}. The mesh splits an "
-                    "axis that the kernel merges into the axis before it. Split the first of the "
-                    f"merged axes, axis {self.rows + 1}."
-                )
-        return merge_axes(x, self.counts)
+def _merge(x: Array, rows: int) -> Array:
+    if is_explicit(x):
+        sharding = jax.typeof(x).sharding
+        if any(devices_of(sharding.mesh, each) > 1 for each in sharding.spec[rows + 2 :]):
+            raise NotImplementedError(
+                f"The array {list(x.shape)} is split as {sharding.spec}. The mesh splits an "
+                "axis that the kernel merges into the axis before it. Split the first of the "
+                f"merged axes, axis {rows + 1}."
+            )
+    return merge_axes(x, (*[1] * (rows + 1), x.ndim - 1 - rows))
 
 
 def _shaped(result: Array, shape: Axes, like: Array) -> Array:
