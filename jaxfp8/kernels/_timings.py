@@ -153,15 +153,9 @@ class Timings:
         plain = {"schema": _SCHEMA} | dataclasses.asdict(self)
         plain["versions"] = dict(self.versions)
         plain["times"] = [
-            {
-                "matmul": matmul,
-                "times": [
-                    dataclasses.asdict(each.way)
-                    | {"seconds": each.seconds, "quartiles": each.quartiles}
-                    for each in times
-                ],
-            }
-            for matmul, times in self.times
+            # The fields of a way stand beside those of its time.
+            {"matmul": matmul, "times": [each.pop("way") | each for each in times]}
+            for matmul, times in plain["times"]
         ]
         Path(path).write_text(json.dumps(plain, indent=1) + "\n")
 
@@ -177,16 +171,14 @@ class Timings:
         )
         try:
             plain = json.loads(Path(path).read_text())
-        except ValueError as error:  # the file is not JSON, or not UTF-8
-            raise ValueError(f"{wrong} ({error})") from error
-        if not isinstance(plain, dict) or plain.get("schema") != _SCHEMA:
-            raise ValueError(wrong)
-        try:
+            if plain["schema"] != _SCHEMA:
+                raise ValueError(f"its schema is {plain['schema']!r}")
             times = tuple(
                 (row["matmul"], tuple(map(_time, row["times"]))) for row in plain["times"]
             )
             versions = tuple(plain["versions"].items())
             return cls(chip=plain["chip"], device=plain["device"], versions=versions, times=times)
+        # The file is not JSON, not UTF-8, or has other contents.
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{wrong} ({type(error).__name__}: {error})") from error
 

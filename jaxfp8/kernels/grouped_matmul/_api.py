@@ -156,18 +156,10 @@ def _grouped_by_xla(
 # The backends, and the entry.
 
 
-def _elsewhere(
-    like: jax.ShapeDtypeStruct,
-    lhs: QuantizedTensor,
-    rhs: QuantizedTensor,
-    groups: Groups,
-    call: MatmulCall,
-    *,
-    tiling: Any = None,
-) -> Array:
-    """The grouped matmul that other platforms run instead of a kernel."""
+def _elsewhere(like: Any, *operands: Any, tiling: Any = None) -> Array:
+    """The grouped matmul that other platforms run instead of a kernel. It has no tilings."""
     del like, tiling
-    return _grouped_by_xla(lhs, rhs, groups, call, backend="xla")
+    return _grouped_by_xla(*operands, backend="xla")
 
 
 # Names are those of scaled matmuls, which also say the routes. A row with families is one kernel

@@ -13,6 +13,7 @@ References:
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,8 +70,7 @@ def grouped_matmul(
     @sequential_vmap
     def product(lhs: QuantizedTensor, rhs: QuantizedTensor, groups: Groups) -> Array:
         leaves = jax.tree.leaves((lhs, rhs, groups))
-        of_kind = _groups if call.sums_rows else _rows
-        return functools.reduce(vary_as, leaves, of_kind(lhs, rhs, groups, call, tiling))
+        return functools.reduce(vary_as, leaves, _product(lhs, rhs, groups, call, tiling))
 
     result: Array = product(lhs, rhs, groups)
     return result
@@ -81,24 +81,40 @@ def _first(stack: QuantizedTensor) -> QuantizedTensor:
     return jax.eval_shape(lambda stack: jax.tree.map(lambda leaf: leaf[0], stack), stack)
 
 
-def _rows(
+def _product(
     lhs: QuantizedTensor, rhs: QuantizedTensor, groups: Groups, call: MatmulCall,
     tiling: Tiling | None,
 ) -> Array:  # fmt: skip
-    """[T, N]: each row of a group times the group's matrix."""
+    """[T, N]: each row of a group times its matrix. Or [E, K, N]: the sum over its rows."""
     geometry, scaling = scaling_of(_first(lhs), _first(rhs), call, grouped=True)
     (a, a_scale), (b, b_scale) = (
         _matrices(each, geometry, side, scaling) for side, each in enumerate((lhs, rhs))
     )
-    # Tiles of rows follow each other in one matrix.
-    a, a_scale = (x.reshape(1, -1, x.shape[-1]) for x in (a, a_scale))
-    values = transpose_last((a, b), xla_transposes(geometry.sides, call.written_transposed))
-    tiling = tiling or _choose(groups.count, b.shape[1])
-    tiles = _row_tiles(groups, tiling.tile[0], a.shape[2] // T)
-    return multiply(
-        values, (a_scale, b_scale), tiling, scaling, batch=1, out_dtype=call.out_dtype,
-        groups=tiles, out_rows=groups.tokens,
-    )[0]  # fmt: skip
+    transposed = xla_transposes(geometry.sides, call.written_transposed)
+    how: dict[str, Any] = {"scaling": scaling, "out_dtype": call.out_dtype}
+    if not call.sums_rows:
+        # Tiles of rows follow each other in one matrix.
+        a, a_scale = (x.reshape(1, -1, x.shape[-1]) for x in (a, a_scale))
+        tiling = tiling or _choose(groups.count, b.shape[1])
+        tiles = _row_tiles(groups, tiling.tile[0], a.shape[2] // T)
+        values = transpose_last((a, b), transposed)
+        return multiply(
+            values, (a_scale, b_scale), tiling, batch=1, groups=tiles, out_rows=groups.tokens, **how
+        )[0]
+
+    def along_k(x: Array) -> Array:
+        # Rows of all tiles follow each other along the contracted axis, the last one.
+        return x.swapaxes(0, 1).reshape(1, x.shape[1], -1)
+
+    def of_groups(scale: Array) -> Array:
+        # All tiles of a group have its scales.
+        return jnp.take(scale, jnp.minimum(groups.first_tile, groups.count - 1), axis=0)
+
+    values = transpose_last(map(along_k, (a, b)), transposed)
+    scales = [*map(of_groups if scaling.at_end else along_k, (a_scale, b_scale))]
+    tiling = tiling or _choose(groups.experts * -(-a.shape[1] // T), b.shape[1])
+    steps = GroupSteps(first=groups.first_tile, count=groups.tiles)
+    return multiply(values, scales, tiling, batch=groups.experts, groups=steps, **how)
 
 
 def _choose(tiles_of_rows: int, n: int) -> Tiling:
@@ -117,31 +133,6 @@ def _row_tiles(groups: Groups, down: int, steps: int) -> RowTiles:
         rows=rows.reshape(-1),
         steps=jnp.where(live > 0, jnp.int32(steps), 0).reshape(-1),
     )
-
-
-def _groups(
-    lhs: QuantizedTensor, rhs: QuantizedTensor, groups: Groups, call: MatmulCall,
-    tiling: Tiling | None,
-) -> Array:  # fmt: skip
-    """[E, K, N]: for each group the sum over its rows."""
-    geometry, scaling = scaling_of(_first(lhs), _first(rhs), call, grouped=True)
-    sides = [_matrices(each, geometry, side, scaling) for side, each in enumerate((lhs, rhs))]
-    # Rows of all tiles follow each other along the contracted axis, the last one.
-    values = [values.swapaxes(0, 1).reshape(1, values.shape[1], -1) for values, _ in sides]
-    values = transpose_last(values, xla_transposes(geometry.sides, call.written_transposed))
-    scales = []
-    for _, scale in sides:
-        if scaling.at_end:  # all tiles of a group have its scales
-            last = groups.count - 1
-            scales.append(jnp.take(scale, jnp.minimum(groups.first_tile, last), axis=0))
-        else:
-            scales.append(scale.swapaxes(0, 1).reshape(1, scale.shape[1], -1))
-    m, n = (x.shape[1] for x in values)
-    return multiply(
-        values, scales, tiling or _choose(groups.experts * -(-m // T), n), scaling,
-        batch=groups.experts, out_dtype=call.out_dtype,
-        groups=GroupSteps(first=groups.first_tile, count=groups.tiles),
-    )  # fmt: skip
 
 
 def _matrices(

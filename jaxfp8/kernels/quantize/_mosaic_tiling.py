@@ -280,19 +280,25 @@ class _TilesKernel:
     tilings: tuple[_Tiling, ...]
     sums: ColumnSums | None
 
-    def __call__(self, operands: Sequence[Array]) -> _Written:
+    def __call__(self, operands: Sequence[Array], shape: Axes) -> tuple[Array, ...]:
+        """Values and scales of each copy, then sums, with the axes of x [*shape]."""
         format, rule = self.cast.format, self.cast.rule
         copies = [each.written(self.source.shape, format, rule) for each in self.tilings]
         staged = [each.staged(copy, rule) for each, copy in zip(self.tilings, copies, strict=True)]
-        written = _Written(copies, self.sums.result if self.sums else None)
+        out_type = _Written(copies, self.sums.result if self.sums else None)
         sums = self.sums.staged if self.sums else None
-        (result,) = plgpu.kernel(
+        (written,) = plgpu.kernel(
             self.body,
-            out_type=(written,),
+            out_type=(out_type,),
             scratch_types=(_Scratch(self.source.staged(), staged, sums),),
             **grid(self.source.shape),
         )(operands)
-        return result
+        results: list[Array] = []
+        for tiling, copy in zip(self.tilings, written.copies, strict=True):
+            results += tiling.with_axes_of_x(copy, shape, rule)
+        if self.sums:
+            results.append(self.sums.shaped(written.sums, shape))
+        return tuple(results)
 
     def body(self, operands: Sequence[Any], written: _Written, scratch: _Scratch) -> None:
         """The work of a block of threads. The name "body" is the kernel's name in the program."""
@@ -377,14 +383,8 @@ def quantize_in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...
     def local(*arrays: Array) -> tuple[Array, ...]:
         source, read = make_reader(arrays, prologue, separate=cast.separate)
         sums = ColumnSums(source.shape, side) if cast.column_sums else None
-        written = _TilesKernel(source=source, cast=cast, tilings=tilings, sums=sums)(read)
-        shape = arrays[0].shape
-        summed = [] if sums is None else [sums.shaped(written.sums, shape)]
-        copies = [
-            tiling.with_axes_of_x(copy, shape, cast.rule)
-            for tiling, copy in zip(tilings, written.copies, strict=True)
-        ]
-        return *(each for copy in copies for each in copy), *summed
+        kernel = _TilesKernel(source=source, cast=cast, tilings=tilings, sums=sums)
+        return kernel(read, arrays[0].shape)
 
     cells = tuple(cell for tiling in tilings for cell in ((1, 1), tiling.tile))
     cells += ((side, 1),) * cast.column_sums
@@ -413,11 +413,7 @@ def _of_gathered(
     def call(x: Gathered) -> tuple[Array, ...]:
         source, read = _gathering_reader(x)
         kernel = _TilesKernel(source=source, cast=cast, tilings=tilings, sums=None)
-        return tuple(
-            vary_as(each, x.rows)
-            for tiling, copy in zip(tilings, kernel(read).copies, strict=True)
-            for each in tiling.with_axes_of_x(copy, x.shape, cast.rule)
-        )
+        return tuple(vary_as(each, x.rows) for each in kernel(read, x.shape))
 
     results = call(x)
     return cast.copies(results[::2], results[1::2], x.dtype)

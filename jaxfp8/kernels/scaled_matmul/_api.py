@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -61,18 +60,10 @@ def _multiply_by_definition(lhs: QuantizedTensor, rhs: QuantizedTensor, call: Ma
 # The backends, and the entry.
 
 
-def _elsewhere(
-    like: jax.ShapeDtypeStruct,
-    lhs: QuantizedTensor,
-    rhs: QuantizedTensor,
-    call: MatmulCall,
-    *,
-    add_to: Array | None = None,
-    tiling: Any = None,
-) -> Array:
-    """The matmul that other platforms run instead of a kernel."""
+def _elsewhere(like: Any, *operands: Any, tiling: Any = None, **how: Any) -> Array:
+    """The matmul that other platforms run instead of a kernel. It has no tilings."""
     del like, tiling
-    product: Array = BACKENDS["xla"](lhs, rhs, call, add_to=add_to)
+    product: Array = BACKENDS["xla"](*operands, **how)
     return product
 
 

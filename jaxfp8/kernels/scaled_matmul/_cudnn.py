@@ -36,10 +36,11 @@ from jaxfp8.kernels.scaled_matmul._call import (
 )
 from jaxfp8.kernels.scaled_matmul._partitioned import (
     Cells,
+    check_mesh,
+    check_not_empty,
     in_auto_mesh,
     mapped,
     partition_matmul,
-    takes_mesh,
 )
 from jaxfp8.numerics._formats import E8M0
 
@@ -125,23 +126,15 @@ def _check(operand: QuantizedTensor, axes: OperandAxes) -> None:
             f"An operand has {operand.granularity!r} and power_of_two={operand.power_of_two}; it "
             "takes tiles with power-of-two scales. Write matmuls='xla' in fp8.Kernels."
         )
-    if 0 in operand.shape:
-        raise NotImplementedError(
-            f"An operand is empty, {list(operand.shape)}. This backend needs values. Write "
-            "matmuls='xla' in fp8.Kernels."
-        )
+    check_not_empty(operand)
     inner = operand.granularity.along(operand.ndim)[axes.contracted[-1]]
     if inner % _TILE:
         raise NotImplementedError(
             f"An operand has a tile of {inner} along the contracted axis. This backend takes "
             f"multiples of {_TILE}. Write matmuls='xla' in fp8.Kernels."
         )
-    for mesh in (jax.typeof(operand.values).sharding.mesh, jax.sharding.get_abstract_mesh()):
-        if not takes_mesh(mesh):
-            raise NotImplementedError(
-                f"The mesh is {mesh}. Inside jax.shard_map this backend needs a mesh with all axes "
-                "manual. Name all axes in jax.shard_map."
-            )
+    check_mesh(jax.typeof(operand.values).sharding.mesh)
+    check_mesh(jax.sharding.get_abstract_mesh())
 
 
 def _per_32(operand: QuantizedTensor, scale: Array, axes: OperandAxes) -> Array:

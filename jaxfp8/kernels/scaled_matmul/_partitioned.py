@@ -77,9 +77,22 @@ class Cells:
         return rule, whole, told
 
 
-def takes_mesh(mesh: Any) -> bool:
-    """Whether the operation can be traced in this mesh: all of it Manual, or none."""
-    return {*mesh.axis_types} == {AxisType.Manual} or AxisType.Manual not in mesh.axis_types
+def check_not_empty(operand: QuantizedTensor) -> None:
+    """Raise NotImplementedError for an operand without values."""
+    if 0 in operand.shape:
+        raise NotImplementedError(
+            f"An operand is empty, {list(operand.shape)}. This kernel needs values. Write "
+            "matmuls='xla' in fp8.Kernels."
+        )
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raise NotImplementedError for a mesh with only some axes Manual."""
+    if AxisType.Manual in mesh.axis_types and len({*mesh.axis_types}) > 1:
+        raise NotImplementedError(
+            f"The mesh is {mesh}. Inside jax.shard_map this kernel needs a mesh with all axes "
+            "manual. Name all axes in jax.shard_map."
+        )
 
 
 def in_auto_mesh(
@@ -110,14 +123,8 @@ def in_auto_mesh(
 def partition_matmul(local: _Dot, cells: Cells) -> _Dot:
     """`local` on the devices of an Auto mesh."""
 
-    def specs(mesh: Any, arguments: Any) -> tuple[_Spec, _Spec, _Spec, tuple[str, ...]]:
-        lhs, rhs = arguments[:2]
-        return _specs(
-            mesh, cells, lhs.shape[2], rhs.shape[1], *(whole_mesh_axes(x, mesh) for x in (lhs, rhs))
-        )
-
     def partition(mesh: Any, arguments: Any) -> Any:
-        lhs, rhs, out, summed = specs(mesh, arguments)
+        lhs, rhs, out, summed = _specs(mesh, cells, *arguments[:2])
 
         def on_device(*arguments: Array) -> Array:
             # Without a mesh, types have no shardings. Types of an Explicit mesh would put sharding
@@ -131,7 +138,7 @@ def partition_matmul(local: _Dot, cells: Cells) -> _Dot:
         return mesh, on_device, NamedSharding(mesh, jax.P(*out)), placed
 
     def infer(mesh: Any, arguments: Any) -> Any:
-        return NamedSharding(mesh, jax.P(*specs(mesh, arguments)[2]))
+        return NamedSharding(mesh, jax.P(*_specs(mesh, cells, *arguments[:2])[2]))
 
     def dot(*arguments: Array) -> Array:
         rule = cells.rule(*(x.shape for x in arguments[:2]))
@@ -181,10 +188,9 @@ def mapped(local: _Dot, split: _Dot, cells: Cells) -> _Dot:
     return dot
 
 
-def _specs(
-    mesh: Any, cells: Cells, k: int, n: int, lhs: _Spec, rhs: _Spec
-) -> tuple[_Spec, _Spec, _Spec, tuple[str, ...]]:
-    """Specs of lhs [B, M, K], rhs [B, N, K] and the result, and the mesh axes that split K."""
+def _specs(mesh: Any, cells: Cells, a: Any, b: Any) -> tuple[_Spec, _Spec, _Spec, tuple[str, ...]]:
+    """Specs of a [B, M, K], b [B, N, K] and the result, and the mesh axes that split K."""
+    lhs, rhs = (whole_mesh_axes(x, mesh) for x in (a, b))
     taken: set[str] = set()
 
     def free(axes: tuple[str, ...], size: int, unit: int) -> tuple[str, ...]:
@@ -199,8 +205,8 @@ def _specs(
     # K stays split if both operands are split alike. It takes all of its mesh axes or none: if the
     # batch has taken one of them, K is not split.
     agreed = lhs[2] if lhs[2] == rhs[2] and not taken & {*lhs[2]} else ()
-    contracted = free(agreed, k, cells.step)
-    rows, columns = free(lhs[1], 0, 1), free(rhs[1], n, cells.columns)
+    contracted = free(agreed, a.shape[2], cells.step)
+    rows, columns = free(lhs[1], 0, 1), free(rhs[1], b.shape[1], cells.columns)
     return (
         (batch, rows, contracted),
         (batch, columns, contracted),

@@ -123,7 +123,7 @@ CANNOT = {
         "(128, 128, 1)",
     ),
     "tiles and rows": (ONES, (ROWS, fp8.PerAxis(0)), {}, "PerAxis(0)"),
-    "per value": (ONES, fp8.PerAxis(0, 1), {}, "PerAxis(0, 1)"),
+    "per value": (ONES, fp8.PerAxis(0, 1), {}, "[128, 128]"),
     "less than 32": (jnp.ones((128, 200), jnp.bfloat16), ROWS, {}, "[128, 200]"),
     "one axis": (jnp.ones(128), fp8.PerBlock((128,)), {}, "1 axes"),
     "stochastic": (

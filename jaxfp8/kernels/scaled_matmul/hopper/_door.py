@@ -28,10 +28,11 @@ from jaxfp8.kernels._mosaic_tiles import check_jax
 from jaxfp8.kernels._on_mesh import mesh_of
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall, as_matrix, transpose_last, xla_transposes
 from jaxfp8.kernels.scaled_matmul._partitioned import (
+    check_mesh,
+    check_not_empty,
     in_auto_mesh,
     mapped,
     partition_matmul,
-    takes_mesh,
 )
 from jaxfp8.kernels.scaled_matmul.hopper._kernel import multiply
 from jaxfp8.kernels.scaled_matmul.hopper._matmul import (
@@ -133,11 +134,7 @@ def check_operands(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall)
                 "Without tiles this kernel takes float32 scales. Write matmuls='xla' in "
                 "fp8.Kernels."
             )
-        if 0 in operand.shape:
-            raise NotImplementedError(
-                f"An operand is empty, {list(operand.shape)}. This kernel needs values. Write "
-                "matmuls='xla' in fp8.Kernels."
-            )
+        check_not_empty(operand)
     if call.out_dtype not in _WRITTEN:
         raise NotImplementedError(
             f"The result is {call.out_dtype}. This kernel writes bfloat16, float16 or float32. "
@@ -160,11 +157,7 @@ def _check_call(
             "one of these."
         )
     mesh = mesh_of(lhs.values, rhs.values)
-    if not takes_mesh(mesh):
-        raise NotImplementedError(
-            f"The mesh is {mesh}. Inside jax.shard_map this kernel needs a mesh with all axes "
-            "manual. Name all axes in jax.shard_map."
-        )
+    check_mesh(mesh)
     is_split = mesh.size > 1 or AxisType.Explicit in mesh.axis_types
     if add_to is not None and is_split and {*mesh.axis_types} != {AxisType.Manual}:
         raise NotImplementedError(
