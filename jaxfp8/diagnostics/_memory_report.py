@@ -9,7 +9,7 @@ import flax.nnx.transforms.compilation as nnx_stages
 import jax
 from rich.table import Table
 
-from jaxfp8._table import align
+from jaxfp8._table import align, rich_table
 from jaxfp8._typing import PyTree
 from jaxfp8.diagnostics._arguments import ArgumentKind, arguments_of_twin, kinds_of
 from jaxfp8.programs._memory import step_memory
@@ -106,13 +106,7 @@ class MemoryReport:
 
     def __rich__(self) -> Table:
         """The table for rich, which calls this method."""
-        titles, *lines = self._cells()
-        table = Table(titles[0])
-        for title in titles[1:]:
-            table.add_column(title, justify="right")
-        for line in lines:
-            table.add_row(*line)
-        return table
+        return rich_table(self._cells(), right=range(1, 4))
 
     def _cells(self) -> list[list[str]]:
         largest = max(self.rows[-1].fp8, self.rows[-1].twin or 0)

@@ -9,6 +9,7 @@ References:
 """
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -136,12 +137,8 @@ class _Memory(NamedTuple):
         for buffer in self.buffers:
             changes[buffer.born + 1] += buffer.bytes
             changes[buffer.dies + 1] -= buffer.bytes
-        live, most, peak = 0, 0, 0
-        for time, change in enumerate(changes):
-            live += change
-            if live > most:
-                most, peak = live, time
-        return peak
+        live = list(itertools.accumulate(changes))
+        return live.index(max(live))
 
     def live(self, time: int) -> list[_Buffer]:
         """The buffers that were written before this time, and are read at it or later."""
