@@ -76,14 +76,13 @@ class MemoryReport:
     @property
     def rows(self) -> tuple[MemoryRow, ...]:
         """A row for each kind that has bytes, and the total."""
-        sides = [
-            None if side is None else {**side, "total": sum(side.values())}
-            for side in (self.fp8, self.twin)
-        ]
-        fp8, twin = sides
-        assert fp8 is not None
+
+        def bytes_of(side: Mapping[MemoryKind, int], kind: MemoryKind) -> int:
+            return sum(side.values()) if kind == "total" else side.get(kind, 0)
+
+        twin = self.twin
         found = [
-            MemoryRow(kind, fp8.get(kind, 0), None if twin is None else twin.get(kind, 0))
+            MemoryRow(kind, bytes_of(self.fp8, kind), None if twin is None else bytes_of(twin, kind))
             for kind in _MEMORY_KINDS
         ]
         return tuple(row for row in found if row.fp8 or row.twin or row.kind == "total")

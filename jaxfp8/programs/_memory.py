@@ -370,7 +370,9 @@ def step_memory(compiled: Any, weight_sizes: Collection[int]) -> _StepMemory:
     memory = _buffers_of(compiled.as_text())
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
     returned = sum(b.bytes for b in memory.results if _is_gradient(b, weight_sizes))
-    residuals, gradients = _at_peak(memory, weight_sizes)
+    live = memory.live(memory.peak)
+    residuals = sum(b.bytes for b in live if _is_residual(b))
+    gradients = sum(b.bytes for b in live if _is_gradient(b, weight_sizes))
     # XLA may put a temporary into the memory of a result or of a donated argument, which is not in
     # use at that moment. What does not fit is there, and counts there.
     returned = min(returned, results)
@@ -383,14 +385,6 @@ def step_memory(compiled: Any, weight_sizes: Collection[int]) -> _StepMemory:
         stats.temp_size_in_bytes - residuals - gradients,
         results - returned,
     )
-
-
-def _at_peak(memory: _Memory, weight_sizes: Collection[int]) -> tuple[int, int]:
-    """Bytes of residuals and gradients at the peak."""
-    live = memory.live(memory.peak)
-    residuals = [b for b in live if _is_residual(b)]
-    gradients = [b for b in live if not _is_residual(b) and _is_gradient(b, weight_sizes)]
-    return sum(b.bytes for b in residuals), sum(b.bytes for b in gradients)
 
 
 def _is_residual(buffer: _Buffer) -> bool:
