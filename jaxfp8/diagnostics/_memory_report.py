@@ -77,14 +77,12 @@ class MemoryReport:
     def rows(self) -> tuple[MemoryRow, ...]:
         """A row for each kind that has bytes, and the total."""
 
-        def bytes_of(side: Mapping[MemoryKind, int], kind: MemoryKind) -> int:
-            return sum(side.values()) if kind == "total" else side.get(kind, 0)
+        def in_order(side: Mapping[MemoryKind, int]) -> list[int]:
+            return [*(side.get(kind, 0) for kind in _MEMORY_KINDS[:-1]), sum(side.values())]
 
-        twin = self.twin
-        found = [
-            MemoryRow(kind, bytes_of(self.fp8, kind), None if twin is None else bytes_of(twin, kind))
-            for kind in _MEMORY_KINDS
-        ]
+        nothing: Sequence[int | None] = [None] * len(_MEMORY_KINDS)
+        twin = nothing if self.twin is None else in_order(self.twin)
+        found = map(MemoryRow, _MEMORY_KINDS, in_order(self.fp8), twin)
         return tuple(row for row in found if row.fp8 or row.twin or row.kind == "total")
 
     def to_dict(self) -> dict[str, int]:

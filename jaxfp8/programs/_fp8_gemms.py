@@ -55,8 +55,9 @@ def _find_gemms(compiled: Any) -> _Gemms:
                 found.append((instruction.label, False))
             for called in instruction.computations(*CALLS, "body", "condition"):
                 found += run_by(called)
-            branches = map(run_by, instruction.computations(*BRANCHES))
-            found += max(branches, key=lambda of: (len(of), -sum(fp8 for _, fp8 in of)), default=())
+            branches = [run_by(branch) for branch in instruction.computations(*BRANCHES)]
+            most = max(branches, key=lambda of: (len(of), -sum(fp8 for _, fp8 in of)), default=())
+            found += most
         return tuple(found)
 
     found = run_by(program.entry)
