@@ -20,21 +20,6 @@ class Example:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    @property
-    def _parts(self) -> tuple[list[Any], Callable[[list[Any]], tuple[Any, Any]]]:
-        """The arrays, and a function that puts others in their place. Flags are no arrays."""
-        leaves, structure = jax.tree.flatten((self.args, self.kwargs), is_leaf=lambda n: n is None)
-        places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
-
-        def with_arrays(arrays: list[Any]) -> tuple[Any, Any]:
-            new = list(leaves)
-            for place, array in zip(places, arrays, strict=True):
-                new[place] = array
-            args, kwargs = jax.tree.unflatten(structure, new)
-            return args, kwargs
-
-        return [leaves[i] for i in places], with_arrays
-
     def shapes(self, function: Callable[..., Any], *first: PyTree) -> PyTree:
         """The types of `function(*first, *args, **kwargs)`. Nothing is computed."""
         call, arrays = self._call(function)
@@ -45,12 +30,15 @@ class Example:
         call, arrays = self._call(function)
         return jax.make_jaxpr(call)(first, arrays).jaxpr
 
-    def _call(self, function: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any]]:
+    def _call(self, function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[int, Any]]:
         """`function` of its first arguments and of the arrays, and the arrays."""
-        arrays, with_arrays = self._parts
+        leaves, structure = jax.tree.flatten((self.args, self.kwargs), is_leaf=lambda n: n is None)
+        # The others are flags, for instance, which must not be traced.
+        arrays = {place: leaf for place, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
 
-        def call(first: Any, arrays: Any) -> Any:
-            args, kwargs = with_arrays(arrays)
+        def call(first: Any, arrays: dict[int, Any]) -> Any:
+            new = [arrays.get(place, leaf) for place, leaf in enumerate(leaves)]
+            args, kwargs = jax.tree.unflatten(structure, new)
             return function(*first, *args, **kwargs)
 
         return call, arrays

@@ -5,7 +5,7 @@ import difflib
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import flax.linen as nn
 import jax
@@ -184,7 +184,7 @@ def convert(
     decided = tuple((layer.path, decision) for layer, decision in decisions.items())
     plan = dataclasses.replace(plan, decided=decided)
     try:
-        return Returned(room.converted(model, plan, example, rngs), coverage)
+        return room.converted(model, plan, example, rngs), coverage
     except ValueError as error:
         if jax.sharding.get_abstract_mesh().explicit_axes:
             error.add_note(
@@ -392,29 +392,3 @@ def _read_layers(layers: Mapping[type, Compute]) -> Foreign:
                 "*arguments) are needed."
             )
     return tuple(layers.items())
-
-
-# `Returned`: the pair that `fp8.convert` returns, with errors if it is used as the model.
-
-_UNPACK = "Write model, coverage = fp8.convert(...), and then "
-
-
-class Returned(NamedTuple):
-    """A converted model and its table. Use as a model raises an error that says how to unpack."""
-
-    model: Any
-    coverage: Coverage
-
-    def __getattr__(self, name: str) -> NoReturn:
-        owner = "coverage" if hasattr(self.coverage, name) else "model"
-        raise AttributeError(
-            f"{self._called}, which has no attribute {name!r}. {_UNPACK}{owner}.{name}.", name=name
-        )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        del args, kwargs
-        raise TypeError(f"{self._called}, which cannot be called. {_UNPACK}model(...).")
-
-    @property
-    def _called(self) -> str:
-        return f"fp8.convert returned two values: ({type(self.model).__name__}, Coverage)"

@@ -5,6 +5,10 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
+from rich.table import Table
+
+from jaxfp8._table import align, rich_table
+
 # Equal rows of numbered blocks as one line of the table.
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")
@@ -149,22 +153,13 @@ class Coverage:
           all: a line for each row. By default equal rows of numbered blocks are one line, as in
             `block_0..11/up`. `shape` is that of one of them, and `share` that of all together.
         """
-        cells = [_HEADER, *self._cells(all=all)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(_HEADER))]
-        lines = [
-            " ".join(
-                cell.rjust(width) if name == "share" else cell.ljust(width)
-                for name, cell, width in zip(_HEADER, row, widths, strict=True)
-            ).rstrip()
-            for row in cells
-        ]
-        return "\n".join([*lines, self._total])
+        return f"{align(self._cells(all=all), _RIGHT, gap=' ')}\n{self._total}"
 
     def _cells(self, *, all: bool) -> list[tuple[str, ...]]:
         all_flops = max(self.flops, 1)
         rows = [(row.path, row) for row in self.rows]
         lines = [_Line([path], [row]) for path, row in rows] if all else _fold(rows, _all_but_path)
-        cells: list[tuple[str, ...]] = []
+        cells: list[tuple[str, ...]] = [_HEADER]
         for line in lines:
             row, share = line.rows[0], sum(row.flops for row in line.rows) / all_flops
             path, shape = "/".join(line.parts) or ".", str(row.shape or "")
@@ -186,14 +181,11 @@ class Coverage:
     def __str__(self) -> str:
         return self.table()
 
-    def __rich__(self) -> Any:
-        from rich.table import Table  # who prints with rich has it
-
-        table = Table(title="FP8 coverage", caption=self._total)
-        for name in _HEADER:
-            table.add_column(name, justify="right" if name == "share" else "left")
-        for row in self._cells(all=False):
-            table.add_row(*row, style="dim" if row[4] == "-" else None)
+    def __rich__(self) -> Table:
+        cells = self._cells(all=False)
+        table = rich_table(cells, _RIGHT, title="FP8 coverage", caption=self._total)
+        for row, (*_, recipe, _) in zip(table.rows, cells[1:], strict=True):
+            row.style = "dim" if recipe == "-" else None
         return table
 
 
@@ -202,6 +194,7 @@ def _all_but_path(row: CoverageRow) -> CoverageRow:
 
 
 _HEADER = ("layer", "type", "shape", "share", "recipe", "reason")
+_RIGHT = (_HEADER.index("share"),)
 
 
 def _percent(share: float) -> str:

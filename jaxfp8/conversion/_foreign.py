@@ -141,4 +141,4 @@ def _hides_a_matmul(eqn: Any) -> bool:
     if reads_into(eqn):
         return False
     inner = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values()))]
-    return any(flops_of(program) for program in inner if hasattr(program, "eqns"))
+    return any(flops_of(program)[0] for program in inner if hasattr(program, "eqns"))

@@ -51,8 +51,7 @@ class Known(NamedTuple):
 
 def _plug(decision: Decision) -> Plug:
     assert decision.recipe is not None
-    options: Any = dict(decision.options)
-    return Plug.of(decision.recipe, options, of_layer=True)
+    return Plug(decision.recipe, decision.options, of_layer=True)
 
 
 def _dense_size(module: nn.Dense, inputs: Any) -> Size:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxfp8._call import Example
-from jaxfp8._typing import Array, DotDimensionNumbers
+from jaxfp8._geometry import Geometry, check_dimension_numbers
+from jaxfp8._typing import Array
 from jaxfp8.conversion._foreign import (
     Compute,
     Foreign,
@@ -172,23 +173,17 @@ def _watched(function: Any, layer: Layer, seen: Seen) -> Callable[..., Array]:
             size = size_of_einsum(equation, jnp.shape(x), jnp.shape(w))
         else:
             x, w, dimension_numbers = operands[:3]
-            size = _size_of_dot(jnp.shape(x), jnp.shape(w), dimension_numbers)
+            shapes = jnp.shape(x), jnp.shape(w)
+            numbers = check_dimension_numbers(*shapes, dimension_numbers)
+            lhs, rhs = Geometry.of(numbers, *map(len, shapes)).sides
+            batch, m, k = lhs.matrix_shape(shapes[0])
+            size = Size((m, k, rhs.matrix_shape(shapes[1])[1]), batch)
         seen.add(dataclasses.replace(layer, **size._asdict(), counted=True))
         with layer_scope(layer.path):
             y: Array = function(*operands, **options)
         return y
 
     return multiply
-
-
-def _size_of_dot(
-    lhs: tuple[int, ...], rhs: tuple[int, ...], dimension_numbers: DotDimensionNumbers
-) -> Size:
-    (contracted, _), (shared, _) = dimension_numbers
-    k = math.prod(lhs[axis] for axis in contracted)
-    batch = math.prod(lhs[axis] for axis in shared)
-    inner = max(k * batch, 1)  # an axis may have size 0
-    return Size((math.prod(lhs) // inner, k, math.prod(rhs) // inner), batch)
 
 
 def _obstacle_of(layer: nnx.Module, known: _Known) -> str:

@@ -9,7 +9,7 @@ import flax.nnx.transforms.compilation as nnx_stages
 import jax
 from rich.table import Table
 
-from jaxfp8._table import align
+from jaxfp8._table import align, rich_table
 from jaxfp8._typing import PyTree
 from jaxfp8.diagnostics._arguments import ArgumentKind, arguments_of_twin, kinds_of
 from jaxfp8.programs._memory import step_memory
@@ -76,16 +76,13 @@ class MemoryReport:
     @property
     def rows(self) -> tuple[MemoryRow, ...]:
         """A row for each kind that has bytes, and the total."""
-        sides = [
-            None if side is None else {**side, "total": sum(side.values())}
-            for side in (self.fp8, self.twin)
-        ]
-        fp8, twin = sides
-        assert fp8 is not None
-        found = [
-            MemoryRow(kind, fp8.get(kind, 0), None if twin is None else twin.get(kind, 0))
-            for kind in _MEMORY_KINDS
-        ]
+
+        def in_order(side: Mapping[MemoryKind, int]) -> list[int]:
+            return [*(side.get(kind, 0) for kind in _MEMORY_KINDS[:-1]), sum(side.values())]
+
+        nothing: Sequence[int | None] = [None] * len(_MEMORY_KINDS)
+        twin = nothing if self.twin is None else in_order(self.twin)
+        found = map(MemoryRow, _MEMORY_KINDS, in_order(self.fp8), twin)
         return tuple(row for row in found if row.fp8 or row.twin or row.kind == "total")
 
     def to_dict(self) -> dict[str, int]:
@@ -106,13 +103,7 @@ class MemoryReport:
 
     def __rich__(self) -> Table:
         """The table for rich, which calls this method."""
-        titles, *lines = self._cells()
-        table = Table(titles[0])
-        for title in titles[1:]:
-            table.add_column(title, justify="right")
-        for line in lines:
-            table.add_row(*line)
-        return table
+        return rich_table(self._cells(), right=range(1, 4))
 
     def _cells(self) -> list[list[str]]:
         largest = max(self.rows[-1].fp8, self.rows[-1].twin or 0)

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from rich.table import Table
 
-from jaxfp8._table import align
+from jaxfp8._table import align, rich_table
 from jaxfp8._typing import FP8StateError, Tensor
 from jaxfp8.diagnostics._collect import CastRow, Records, layer_name
 from jaxfp8.nnx._state import states_of
@@ -170,11 +170,7 @@ class Summary:
 
     def __rich__(self) -> Table:
         """The table for rich, which calls this method."""
-        titles, *lines = _cells(self.rows)
-        table = Table(*titles, caption="\n".join(self._notes) or None)
-        for line in lines:
-            table.add_row(*line)
-        return table
+        return rich_table(_cells(self.rows), right=(), caption="\n".join(self._notes) or None)
 
 
 def summary(source: Any) -> Summary:

@@ -42,11 +42,6 @@ class AbstractGranularity(abc.ABC):
         """Whether a tile is longer than 1 along two axes: one copy serves both directions."""
         return False
 
-    @property
-    def is_directed(self) -> bool:
-        """Whether the scale cells depend on the contracted axes: two matmuls need two copies."""
-        return False
-
     @abc.abstractmethod
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the scale of an array of this shape."""
@@ -165,10 +160,6 @@ class PerRow(AbstractGranularity):
     """
 
     in_rows: ClassVar[bool] = True
-
-    @property
-    def is_directed(self) -> bool:
-        return True
 
     def _refuse(self) -> ValueError:
         return ValueError(

@@ -143,10 +143,6 @@ class PerBlock(AbstractGranularity):
     def is_square(self) -> bool:
         return len(self.tiled_axes) > 1
 
-    @property
-    def is_directed(self) -> bool:
-        return not self.is_square
-
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(
             -(-size // side) for size, side in zip(shape, self.along(len(shape)), strict=True)

@@ -4,10 +4,11 @@ The program is read from its entry, along its calls. So each matmul counts as of
 names it.
 """
 
+import functools
 import re
 from typing import Any, NamedTuple
 
-from jaxfp8.programs._hlo import BRANCHES, CALLS, Program, read_program
+from jaxfp8.programs._hlo import BRANCHES, CALLS, read_program
 
 # The FP8 matmuls of cuBLASLt (scalar scales) and of cuDNN (block scales, MXFP8, on Blackwell).
 _FP8_TARGETS = ("__cublas$lt$matmul$f8", "__cudnn$blockScaledDot")
@@ -38,37 +39,32 @@ def _find_gemms(compiled: Any) -> _Gemms:
     because the program does not say how it multiplies them.
     """
     program = read_program(compiled)
-    return _gemms_of(program.entry, program, {})
 
-
-def _gemms_of(name: str, program: Program, known: dict[str, _Gemms]) -> _Gemms:
-    """The matmuls of a computation and of all that it calls."""
-    if name not in known:
-        fp8: list[str] = []
-        high: list[str] = []
+    @functools.cache
+    def run_by(name: str) -> tuple[tuple[str, bool], ...]:
+        """The matmuls of a computation and of all that it calls, and whether each is in FP8."""
+        found: list[tuple[str, bool]] = []
         for instruction in program.computations.get(name, {}).values():
             if instruction.is_second_half:
                 continue
             target = instruction.call_target
             by_kernel = target.startswith(_PALLAS) and _ASKED.search(instruction.label)
             if target in _FP8_TARGETS or by_kernel:
-                fp8.append(instruction.label)
+                found.append((instruction.label, True))
             elif instruction.opcode == "dot" or target.startswith(_LIBRARY):
-                high.append(instruction.label)
-            called = [
-                _gemms_of(n, program, known)
-                for n in instruction.computations(*CALLS, "body", "condition")
-            ]
-            if branches := instruction.computations(*BRANCHES):
-                one_of = [_gemms_of(n, program, known) for n in branches]
-                called.append(
-                    max(one_of, key=lambda g: (len(g.fp8) + len(g.high_precision), -len(g.fp8)))
-                )
-            for gemms in called:
-                fp8.extend(gemms.fp8)
-                high.extend(gemms.high_precision)
-        known[name] = _Gemms(tuple(fp8), tuple(high))
-    return known[name]
+                found.append((instruction.label, False))
+            for called in instruction.computations(*CALLS, "body", "condition"):
+                found += run_by(called)
+            branches = [run_by(branch) for branch in instruction.computations(*BRANCHES)]
+            most = max(branches, key=lambda of: (len(of), -sum(fp8 for _, fp8 in of)), default=())
+            found += most
+        return tuple(found)
+
+    found = run_by(program.entry)
+    return _Gemms(
+        tuple(label for label, fp8 in found if fp8),
+        tuple(label for label, fp8 in found if not fp8),
+    )
 
 
 def assert_fp8_gemms(compiled: Any, expected: int | None = None) -> None:

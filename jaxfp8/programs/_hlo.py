@@ -22,6 +22,7 @@ _LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
 _OPCODE = re.compile(r"[\w\-]+")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_STRING_OR_BORDER = re.compile(rf"{_STRING.pattern}|[()\[\]{{}},]")
 _REFERENCE = re.compile(r"\b(\w+)=(\{[^{}]*\}|%?[\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -217,20 +218,10 @@ def tuple_types(type: str) -> list[str]:
 
 def split_at_commas(text: str) -> list[str]:
     """`text` split at the commas that no bracket and no string encloses."""
-    found, depth, start, quoted, position = [], 0, 0, False, 0
-    while position < len(text):
-        char = text[position]
-        if quoted:
-            position += char == "\\"  # the next character is escaped: skip it
-            quoted = char != '"'
-        elif char == '"':
-            quoted = True
-        elif char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-        elif char == "," and depth == 0:
-            found.append(text[start:position].strip())
-            start = position + 1
-        position += 1
+    found, depth, start = [], 0, 0
+    for token in _STRING_OR_BORDER.finditer(text):
+        depth += (token[0] in "([{") - (token[0] in ")]}")
+        if token[0] == "," and depth == 0:
+            found.append(text[start : token.start()].strip())
+            start = token.end()
     return [part for part in (*found, text[start:].strip()) if part]

@@ -9,6 +9,7 @@ References:
 """
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -136,12 +137,8 @@ class _Memory(NamedTuple):
         for buffer in self.buffers:
             changes[buffer.born + 1] += buffer.bytes
             changes[buffer.dies + 1] -= buffer.bytes
-        live, most, peak = 0, 0, 0
-        for time, change in enumerate(changes):
-            live += change
-            if live > most:
-                most, peak = live, time
-        return peak
+        live = list(itertools.accumulate(changes))
+        return live.index(max(live))
 
     def live(self, time: int) -> list[_Buffer]:
         """The buffers that were written before this time, and are read at it or later."""
@@ -373,7 +370,9 @@ def step_memory(compiled: Any, weight_sizes: Collection[int]) -> _StepMemory:
     memory = _buffers_of(compiled.as_text())
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
     returned = sum(b.bytes for b in memory.results if _is_gradient(b, weight_sizes))
-    residuals, gradients = _at_peak(memory, weight_sizes)
+    live = memory.live(memory.peak)
+    residuals = sum(b.bytes for b in live if _is_residual(b))
+    gradients = sum(b.bytes for b in live if _is_gradient(b, weight_sizes))
     # XLA may put a temporary into the memory of a result or of a donated argument, which is not in
     # use at that moment. What does not fit is there, and counts there.
     returned = min(returned, results)
@@ -386,14 +385,6 @@ def step_memory(compiled: Any, weight_sizes: Collection[int]) -> _StepMemory:
         stats.temp_size_in_bytes - residuals - gradients,
         results - returned,
     )
-
-
-def _at_peak(memory: _Memory, weight_sizes: Collection[int]) -> tuple[int, int]:
-    """Bytes of residuals and gradients at the peak."""
-    live = memory.live(memory.peak)
-    residuals = [b for b in live if _is_residual(b)]
-    gradients = [b for b in live if not _is_residual(b) and _is_gradient(b, weight_sizes)]
-    return sum(b.bytes for b in residuals), sum(b.bytes for b in gradients)
 
 
 def _is_residual(buffer: _Buffer) -> bool:

@@ -11,6 +11,7 @@ References:
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple, TypeAlias
@@ -199,63 +200,46 @@ def _unknown(instruction: Instruction) -> str:
 # The collectives of a program, counted as often as one run executes them.
 
 
-class Traffic:
-    """The transfers of the computations of a program. Each computation is read once.
+def traffic_of(
+    program: Program, trip_count: int | None = None, every_branch: bool = False
+) -> tuple[tuple[Transfer, ...], list[str]]:
+    """The transfers of one run of a program, and the loops for which `trip_count` was used.
 
     `trip_count` is how often a loop runs if the program does not know it. By default only the
-    branch of a conditional that sends the most bytes counts.
+    branch of a conditional that sends the most bytes counts. ValueError if a collective is in a
+    loop of unknown length, or if the text is not complete.
     """
+    loops_of_unknown_length: list[str] = []
 
-    def __init__(
-        self, program: Program, *, trip_count: int | None = None, every_branch: bool = False
-    ) -> None:
-        self.program = program
-        self.trip_count = trip_count
-        self.every_branch = every_branch
-        self.loops_of_unknown_length: list[str] = []
-        self._known: dict[str, tuple[Transfer, ...]] = {}
+    @functools.cache
+    def run_by(name: str) -> tuple[Transfer, ...]:
+        """The transfers of one run of a computation and of all that it calls."""
+        if name not in program.computations:
+            raise ValueError(
+                f"the text calls a computation {name} that it does not hold. Pass all of it."
+            )
+        computation = program.computations[name]
+        found: list[Transfer] = []
+        for instruction in computation.values():
+            if instruction.is_second_half:  # its `-start` was counted
+                continue
+            found += _transfers_of(instruction, computation, program)
+            for called in instruction.computations(*CALLS):
+                found += run_by(called)
+            branches = [run_by(branch) for branch in instruction.computations(*BRANCHES)]
+            if not every_branch:
+                branches = [max(branches, key=lambda of: sum(t.wire_bytes for t in of), default=())]
+            found += itertools.chain(*branches)
+            found += run_in_loop(instruction)
+        return tuple(found)
 
-    def of(self, name: str) -> tuple[Transfer, ...]:
-        """The transfers of one run of a computation and of all that it calls.
-
-        ValueError if a collective is in a loop of unknown length, or if the text is not complete.
-        """
-        if name not in self._known:
-            if name not in self.program.computations:
-                raise ValueError(
-                    f"the text calls a computation {name} that it does not hold. Pass all of it."
-                )
-            computation = self.program.computations[name]
-            found: list[Transfer] = []
-            for instruction in computation.values():
-                if not instruction.is_second_half:  # its `-start` was counted
-                    found += _transfers_of(instruction, computation, self.program)
-                    found += (
-                        self._in_calls(instruction)
-                        + self._in_branches(instruction)
-                        + self._in_loop(instruction)
-                    )
-            self._known[name] = tuple(found)
-        return self._known[name]
-
-    def _in_calls(self, instruction: Instruction) -> list[Transfer]:
-        return [t for name in instruction.computations(*CALLS) for t in self.of(name)]
-
-    def _in_branches(self, instruction: Instruction) -> list[Transfer]:
-        branches = [self.of(name) for name in instruction.computations(*BRANCHES)]
-        if not self.every_branch:
-            branches = [
-                max(branches, key=lambda branch: sum(t.wire_bytes for t in branch), default=())
-            ]
-        return [t for branch in branches for t in branch]
-
-    def _in_loop(self, loop: Instruction) -> list[Transfer]:
-        body = [t for name in loop.computations("body") for t in self.of(name)]
-        condition = [t for name in loop.computations("condition") for t in self.of(name)]
+    def run_in_loop(loop: Instruction) -> list[Transfer]:
+        body = [t for name in loop.computations("body") for t in run_by(name)]
+        condition = [t for name in loop.computations("condition") for t in run_by(name)]
         times = loop.trip_count
         if times is None and (body or condition):
-            self.loops_of_unknown_length.append(loop.label)
-            times = self.trip_count
+            loops_of_unknown_length.append(loop.label)
+            times = trip_count
             if times is None:
                 raise ValueError(
                     f"a {(body + condition)[0].kind} is in a loop whose length the program does "
@@ -265,3 +249,5 @@ class Traffic:
         # The condition runs once more than the body: its last run ends the loop.
         every_time = [(t, times or 0) for t in body] + [(t, (times or 0) + 1) for t in condition]
         return [t._replace(times=t.times * n) for t, n in every_time if n]
+
+    return run_by(program.entry), loops_of_unknown_length

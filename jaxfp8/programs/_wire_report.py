@@ -12,7 +12,7 @@ from jaxfp8._table import align
 from jaxfp8._typing import DType, PyTree
 from jaxfp8.numerics._formats import Format
 from jaxfp8.programs._hlo import read_program
-from jaxfp8.programs._transfers import KINDS, CollectiveKind, Traffic, Transfer
+from jaxfp8.programs._transfers import KINDS, CollectiveKind, Transfer, traffic_of
 
 # `wire_report`: the bytes that devices send in a compiled program, read from its text.
 
@@ -155,15 +155,13 @@ def wire_report(compiled: Any, *, trip_count: int | None = None) -> WireReport:
     """
     if trip_count is not None and trip_count < 0:
         raise ValueError(f"trip_count is {trip_count}; a loop runs 0 times or more.")
-    program = read_program(compiled)
-    traffic = Traffic(program, trip_count=trip_count)
-    report = WireReport(traffic.of(program.entry))
-    if trip_count is not None and not traffic.loops_of_unknown_length:
+    transfers, loops_of_unknown_length = traffic_of(read_program(compiled), trip_count)
+    if trip_count is not None and not loops_of_unknown_length:
         raise ValueError(
             f"trip_count is {trip_count}, but the program knows how often each loop with a "
             "collective runs; leave it out."
         )
-    return report
+    return WireReport(transfers)
 
 
 # `assert_wire_dtype`: the check of the dtypes that collectives send.
@@ -221,9 +219,9 @@ def assert_wire_dtype(
     """
     if not dtypes:
         raise ValueError(f"dtypes is empty; name what {kind} has to carry, fp8.E4M3 for instance.")
-    program = read_program(compiled)
     # Only dtypes matter here, so any count above 0 will do. A count of 0 would remove transfers.
-    everything = WireReport(Traffic(program, trip_count=1, every_branch=True).of(program.entry))
+    sent, _ = traffic_of(read_program(compiled), trip_count=1, every_branch=True)
+    everything = WireReport(sent)
     transfers = [t for t in everything.only(kind=kind, at_least=at_least).transfers if t.wire_bytes]
     expected, ignored = [_name_of(dtype) for dtype in dtypes], _shards(kept)
     if others := [

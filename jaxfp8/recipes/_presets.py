@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
@@ -50,14 +49,14 @@ def delayed(
     References:
       Micikevicius et al., arXiv:2209.05433; TransformerEngine user guide, FP8 delayed scaling.
     """
-    delayed_by = functools.partial(
-        Delayed,
+    x = Delayed(
+        format=forward,
         history_length=history_length,
         algorithm=algorithm,
         margin=margin,
         power_of_two=power_of_two,
     )
-    x, g = delayed_by(format=forward), delayed_by(format=gradient, rounding=gradient_rounding)
+    g = dataclasses.replace(x, format=gradient, rounding=gradient_rounding)
     return _by_tensor("delayed", x, x, g)
 
 

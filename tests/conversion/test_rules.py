@@ -248,22 +248,6 @@ def test_a_wrapper_is_refused_with_its_module():
         fp8.convert(Wrapper(), CURRENT, inputs=(TOKENS,))
 
 
-def test_the_pair_is_not_the_model():
-    pair = fp8.convert(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), CURRENT)
-    model, coverage = pair
-    assert pair == (model, coverage) == (pair[0], pair[1])
-    assert not hasattr(pair, "apply")
-    what = (
-        r"fp8\.convert returned two values: \(FP8Linear, Coverage\), .* model, coverage = fp8\.conv"
-    )
-    with pytest.raises(AttributeError, match=what + r".* model\.kernel\."):
-        pair.kernel  # noqa: B018
-    with pytest.raises(AttributeError, match=what + r".* coverage\.table\."):
-        pair.table()
-    with pytest.raises(TypeError, match=what):
-        pair(jnp.ones((2, 8)))
-
-
 def test_a_stack_along_another_axis():
     """State is stacked as the parameters are, and its rows are its last axis."""
     model = nn.vmap(
