@@ -264,10 +264,13 @@ def _read_operands(
     check_whole_axis(x, places.x, how)
     shapes = places.x.whole_shape(x.shape), places.w.whole_shape(w.shape)
     geometry = TrainingGeometry.of(_axes(shapes, dimension_numbers, how), x.ndim, w.ndim)
-    y_shape = geometry.fprop.out_shape(*shapes)
-    places = places._replace(g=place_result(y_shape, (x, w), how.y_shard))
-    batch, kept, _ = geometry.fprop.rhs.shape(shapes[1])
-    bias = check_bias(how.bias, batch + kept)
+    if how.y_shard is not None:
+        y_shape = geometry.fprop.out_shape(*shapes)
+        places = places._replace(g=place_result(y_shape, (x, w), how.y_shard))
+    bias = how.bias
+    if bias is not None:
+        batch, kept, _ = geometry.fprop.rhs.shape(shapes[1])
+        bias = check_bias(bias, batch + kept)
     # The gradient flows to `made.value`. `three_matmuls` returns no cotangent for these arrays.
     parts = None if made is None else lax.stop_gradient(made.operands)
     return Given(Arrays(x, w, bias, parts), places, shapes, geometry)
