@@ -14,7 +14,6 @@ from jaxfp8.matmul._given import Given, add_bias, check_bias, check_whole_axis, 
 from jaxfp8.matmul._options import (
     MatmulOptions,
     Options,
-    check_key,
     check_operands,
     read_options,
 )
@@ -256,8 +255,6 @@ def _read_operands(
 ) -> Given:
     """Check the operands that the user passed to a matmul."""
     arrays, w = check_operands(lhs, rhs, recipe, how.prologue)
-    if how.key is not None:
-        check_key(how.key)
     made = None if how.prologue is None else produce(how.prologue, *arrays)
     x = arrays[0] if made is None else made.value
     places = Places(place_operand("x", x, how.x_shard), place_operand("w", w, how.w_shard))
