@@ -15,7 +15,7 @@ from jaxfp8._typing import Array
 from jaxfp8.linen._dot_general import Plug
 from jaxfp8.linen._matmul_module import MatmulModule, init_local_shard, is_local_shard
 from jaxfp8.linen._state import matmul_state
-from jaxfp8.matmul._given import bias_fits
+from jaxfp8.matmul._given import multiply_with_bias
 from jaxfp8.matmul._options import KeepsFP8, LayerInput, as_array, check_prologue, options_of
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.prologues._prologue import AbstractPrologue
@@ -120,14 +120,8 @@ def apply_dense(layer: nn.Dense, given: LayerInput, matmul: Callable[..., Array]
     )
     promote = functools.partial(layer.promote_dtype, dtype=layer.dtype)
     given, w, bias = given.promoted(promote, kernel, bias)
-    dimension_numbers = (((given.like.ndim - 1,), (0,)), ((), ()))
-    dot_general = functools.partial(
-        matmul, given.lhs, w, dimension_numbers, precision=layer.precision, prologue=given.prologue
-    )
-    if bias is None or bias_fits(bias, given.like, w):
-        return dot_general(bias=bias)
-    y = dot_general()
-    return y + jnp.reshape(bias, (1,) * (y.ndim - 1) + (-1,))
+    matmul = functools.partial(matmul, precision=layer.precision)
+    return multiply_with_bias(matmul, given, w, bias)
 
 
 @documented

@@ -7,13 +7,11 @@ import flax.linen as nn
 import jax
 from jax import lax
 
-from jaxfp8._call import option_names
 from jaxfp8._typing import Array, PyTree, Tensor
 from jaxfp8.matmul._options import (
     LayerOptions,
     MatmulOptions,
     StateChannel,
-    UnshardedOptions,
     check_save_original,
     check_state_channel,
     options_of,
@@ -61,12 +59,6 @@ class ExpertsModule(nn.Module, kw_only=True):
     def __post_init__(self) -> None:
         _check(self)
         super().__post_init__()
-
-    @nn.nowrap
-    def options(self) -> LayerOptions:
-        """The fields above."""
-        given: Any = {name: getattr(self, name) for name in option_names(UnshardedOptions)}
-        return LayerOptions(**given)
 
 
 def _check(module: Any) -> None:

@@ -15,7 +15,13 @@ from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.linen._layers import FP8Dense
 from jaxfp8.linen._matmul_module import ExpertsModule, init_local_shard, matmul_options
 from jaxfp8.linen._state import matmul_state
-from jaxfp8.matmul._options import StateChannel, as_array, check_high_precision
+from jaxfp8.matmul._options import (
+    StateChannel,
+    UnshardedOptions,
+    as_array,
+    check_high_precision,
+    options_of,
+)
 from jaxfp8.moe._experts import ExpertParallel, split_gate
 from jaxfp8.moe._mixture import (
     MoEStats,
@@ -118,15 +124,21 @@ class FP8MoE(ExpertsModule):
     def __call__(self, inputs: Array) -> tuple[Array, MoEStats]:
         """Apply the layer to tokens [..., K]. The result has their shape and order."""
         inputs = check_tokens(inputs)
-        features, options = inputs.shape[-1], self.options()
+        features, options = inputs.shape[-1], options_of(self, UnshardedOptions)
         router = self.param("router", self.router_init, (features, self.experts), jnp.float32)
-        w_in, state_in = self._kernels("w_in", features, 2 * self.hidden)
-        w_out, state_out = self._kernels("w_out", self.hidden, features)
+        parallel = self.parallel
+        is_global = count_local_experts(self.experts, parallel) == self.experts
+        kernels = functools.partial(
+            ExpertKernels, kernel_init=self.kernel_init, param_dtype=self.param_dtype,
+            recipe=self.recipe, state_per_expert=self.state_per_expert,
+            state_channel=self.state_channel,
+            axis=None if is_global or parallel is None else parallel.axis,
+        )  # fmt: skip
+        w_in, state_in = kernels((self.experts, features, 2 * self.hidden), name="w_in")()
+        w_out, state_out = kernels((self.experts, self.hidden, features), name="w_out")()
         check_high_precision("FP8MoE", w_in=w_in, w_out=w_out)
         x, w_in, w_out = flax_promote_dtype(inputs, w_in, w_out, dtype=self.dtype)
         keys: Any = matmul_options(self, self.recipe, options)
-        is_global = count_local_experts(self.experts, self.parallel) == self.experts
-        parallel = self.parallel
         if parallel is not None and self.is_initializing() and is_global:
             parallel = dataclasses.replace(parallel, axis=None, tokens=None)
         y, stats = apply_mixture(
@@ -143,15 +155,6 @@ class FP8MoE(ExpertsModule):
             parts = split_gate(h, self.clamp)
             y += dense(features, name="shared_out", prologue=SwiGLU())(parts)
         return y, stats
-
-    def _kernels(self, name: str, k: int, n: int) -> tuple[Array, MatmulState | tuple[()]]:
-        """A kernel [E, K, N] and its state, those of this device."""
-        is_global = count_local_experts(self.experts, self.parallel) == self.experts
-        axis = None if is_global or self.parallel is None else self.parallel.axis
-        return ExpertKernels(
-            (self.experts, k, n), self.kernel_init, self.param_dtype, self.recipe,
-            self.state_per_expert, self.state_channel, axis, name=name,
-        )()  # fmt: skip
 
 
 # `FP8GroupedLinear`: a dense layer with a kernel for each group of rows, for experts.
@@ -210,7 +213,7 @@ class FP8GroupedLinear(ExpertsModule):
         x, kernel, bias = promote(x, kernel, bias)
         stacked = (groups,) if self.state_per_group else ()
         state = matmul_state(self, self.recipe, self.state_channel, stacked=stacked)
-        options: Any = matmul_options(self, self.recipe, self.options())
+        options: Any = matmul_options(self, self.recipe, options_of(self, UnshardedOptions))
         return ragged_dot(
             x, kernel, group_sizes, recipe=self.recipe, state=state, precision=self.precision,
             bias=bias, **options,

@@ -32,19 +32,20 @@ from jaxfp8.weights._quantized_weight import QuantizedWeight
 # Quantizer state and weights in FP8 in flax's serialization, for instance `to_bytes`.
 
 _ARRAYS = {
+    MatmulState: LEAVES,
     QuantizedTensor: ("values", "scale"),
     QuantizedWeight: ("values", "scales", "amaxes", "original"),
 }
 
 
-def _dict_of_fp8(node: QuantizedTensor | QuantizedWeight) -> dict[str, Any]:
-    """The arrays of an FP8 tensor or weight by name."""
+def _dict_of(node: MatmulState | QuantizedTensor | QuantizedWeight) -> dict[str, Any]:
+    """The arrays of a state, or of an FP8 tensor or weight, by name."""
     names = _ARRAYS[type(node)]
     return {name: flax.serialization.to_state_dict(getattr(node, name)) for name in names}
 
 
 def _fp8_from_dict(node: Any, saved: PyTree) -> Any:
-    """`node` with the arrays of `_dict_of_fp8`, if they have its shapes and dtypes."""
+    """`node` with the arrays of `_dict_of`, if they have its shapes and dtypes."""
     path, names = flax.serialization.current_path(), _ARRAYS[type(node)]
     target = f"an FP8 tensor {list(node.shape)}" if isinstance(node, QuantizedTensor) else str(node)
     if not isinstance(saved, dict) or set(saved) != set(names):
@@ -70,13 +71,8 @@ def _fp8_from_dict(node: Any, saved: PyTree) -> Any:
     return dataclasses.replace(node, **restored)
 
 
-def _dict_of_state(state: MatmulState) -> dict[str, Any]:
-    """The arrays of a state by name."""
-    return {name: getattr(state, name) for name in LEAVES}
-
-
 def _state_from_dict(state: MatmulState, values: dict[str, Any]) -> MatmulState:
-    """A state with the arrays of `_dict_of_state`, checked by `fp8.check_state`."""
+    """A state with the arrays of `_dict_of`, checked by `fp8.check_state`."""
     if set(values) == set(LEAVES) and all(values[name] is getattr(state, name) for name in LEAVES):
         # flax restores attributes of modules from their own leaves, also while it traces. A check
         # of values would fail on tracers.
@@ -89,9 +85,9 @@ def _state_from_dict(state: MatmulState, values: dict[str, Any]) -> MatmulState:
     return restored
 
 
-flax.serialization.register_serialization_state(MatmulState, _dict_of_state, _state_from_dict)
-for _kind in _ARRAYS:
-    flax.serialization.register_serialization_state(_kind, _dict_of_fp8, _fp8_from_dict)
+flax.serialization.register_serialization_state(MatmulState, _dict_of, _state_from_dict)
+for _kind in (QuantizedTensor, QuantizedWeight):
+    flax.serialization.register_serialization_state(_kind, _dict_of, _fp8_from_dict)
 
 
 # The collection in which linen layers keep their quantizer state.

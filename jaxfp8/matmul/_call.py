@@ -62,9 +62,6 @@ class Varying(NamedTuple):
 _NOWHERE = Varying()
 
 
-_NOWHERE = Varying()
-
-
 def amax_axes(
     recipe: Recipe, given: tuple[str, ...] | None, probed: tuple[str, ...] | None
 ) -> AmaxAxes:

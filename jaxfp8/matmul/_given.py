@@ -15,7 +15,7 @@ from jaxfp8._typing import Array, ArrayLike, Axes, DType
 from jaxfp8.kernels.grouped_matmul._groups import group_ends
 from jaxfp8.matmul._arrays import Arrays, QuantizerArrays
 from jaxfp8.matmul._call import WHOLE, Call, Places, amax_axes
-from jaxfp8.matmul._options import Options, check_float, fp8_precision
+from jaxfp8.matmul._options import LayerInput, Options, check_float, fp8_precision
 from jaxfp8.matmul._stats import name_of_call
 from jaxfp8.numerics._formats import FLOAT_DTYPES, check_out_dtype, product_dtype, sum_dtype
 from jaxfp8.plan._backends import Backends, grouped_backends, tile_rows
@@ -202,15 +202,22 @@ def add_bias_of_rows(y: Array, bias: Array | None, sizes: Array) -> Array:
     return y + wide.at[group].get(mode="fill", fill_value=0.0).astype(y.dtype)
 
 
-def bias_fits(
-    bias: Array, lhs: Array, rhs: Array, preferred_element_type: DType | None = None
-) -> bool:
-    """Whether `dot` can add the bias of a layer. If not, flax adds it after the matmul."""
-    # flax then broadcasts the bias, and promotes the sum. `dot` does neither.
-    product = preferred_element_type or product_dtype(lhs.dtype, rhs.dtype)
-    return (
-        bias.shape == rhs.shape[-1:] and bias.dtype == product and bias.dtype.name in FLOAT_DTYPES
-    )
+def multiply_with_bias(
+    matmul: Callable[..., Array], given: LayerInput, w: Array, bias: Array | None,
+    preferred_element_type: DType | None = None,
+) -> Array:  # fmt: skip
+    """What a dense layer computes: x [..., K] @ w [K, N] + bias [N]."""
+    dimension_numbers = (((given.like.ndim - 1,), (0,)), ((), ()))
+    multiply = functools.partial(matmul, given.lhs, w, dimension_numbers, prologue=given.prologue)
+    if bias is None or (
+        bias.shape == w.shape[-1:]
+        and bias.dtype == (preferred_element_type or product_dtype(given.like.dtype, w.dtype))
+        and bias.dtype.name in FLOAT_DTYPES
+    ):
+        return multiply(bias=bias)
+    # flax broadcasts the bias, and promotes the sum. A matmul does neither.
+    y = multiply()
+    return y + jnp.reshape(bias, (1,) * (y.ndim - 1) + (-1,))
 
 
 # Checks of plugs: the objects of jaxfp8 that flax calls in place of a matmul.
@@ -218,6 +225,9 @@ def bias_fits(
 # flax may be given a class where an instance is needed, or the reverse. It may also be given a plug
 # for `dot_general` where a plug for `einsum` is needed, or the reverse.
 
+# What an einsum or a dot_general was given, what it needs, and the plug that takes what was given.
+_OF_EINSUM = "an array", "an equation", "dot_general=FP8DotGeneral(recipe)"
+_OF_DOT_GENERAL = "an equation", "an array", "einsum_op=FP8EinsumOp(recipe)"
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -254,14 +264,7 @@ def needs_operands(
                     f"instance, but this argument needs a class; write {cure}."
                 )
             if len(arguments) > 1 and isinstance(arguments[1], str) != equation:
-                given, needed = (
-                    ("an array", "an equation") if equation else ("an equation", "an array")
-                )
-                other = (
-                    "dot_general=FP8DotGeneral(recipe)"
-                    if equation
-                    else "einsum_op=FP8EinsumOp(recipe)"
-                )
+                given, needed, other = _OF_EINSUM if equation else _OF_DOT_GENERAL
                 raise TypeError(
                     f"the first argument of {name} is {given}, but {needed} is needed; write "
                     f"{other} if flax calls it."

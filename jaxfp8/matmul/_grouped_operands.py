@@ -262,7 +262,7 @@ def quantize_rows(
     )
     sender = _Sender(route, _Stack(groups, call, tensor, value), planned, arrays)
     packed = sender.packed()
-    saved = copies = [Copy(_each(route.exchanged, packed), (first, "wgrad"))]
+    saved = copies = [Copy(jax.tree.map(route.exchanged, packed), (first, "wgrad"))]
     if tensor == "x":
         copies, saved = name_residuals(copies, tensor)
     received = copies[0].operand
@@ -404,13 +404,4 @@ def _tiled(route: Route, groups: Groups, received: Operand) -> Operand:
         received,
         values=take_rows(received.values, slot),
         scale=take_rows(received.scale, of_scale, _NO_SCALE),
-    )
-
-
-def _each(function: Any, operand: Operand) -> Operand:
-    """The function of an array, or of values and scale."""
-    if not isinstance(operand, QuantizedTensor):
-        return function(operand)
-    return dataclasses.replace(
-        operand, values=function(operand.values), scale=function(operand.scale)
     )

@@ -98,6 +98,8 @@ class Options:
     def __post_init__(self) -> None:
         check_state_channel(self.state_channel)
         check_save_original(self.save_original)
+        if self.key is not None:
+            _check_key(self.key)
 
 
 def read_options(
@@ -112,9 +114,9 @@ def read_options(
     return Options(precision=precision, preferred_element_type=preferred_element_type, **options)
 
 
-def options_of(layer: Any) -> LayerOptions:
+def options_of(layer: Any, known: type = LayerOptions) -> LayerOptions:
     """The options that a layer has as attributes. Attributes have the names of the options."""
-    given: Any = {name: getattr(layer, name) for name in option_names(LayerOptions)}
+    given: Any = {name: getattr(layer, name) for name in option_names(known)}
     return LayerOptions(**given)
 
 
@@ -267,7 +269,7 @@ def fp8_precision(precision: Any) -> bool:
     return canonical == {lax.Precision.DEFAULT}
 
 
-def check_key(key: object) -> None:
+def _check_key(key: object) -> None:
     """Raise TypeError unless `key` is one PRNG key, typed or as uint32."""
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)

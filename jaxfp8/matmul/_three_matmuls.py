@@ -382,7 +382,7 @@ def _bias_gradient(
     gradient: Array, column_sums: Array | None, bias: Any, geometry: TrainingGeometry
 ) -> Array:
     """The gradient [B, N] of a bias with the type `bias`: sums over M of [B, M, N]."""
-    axes = _summed(geometry)
+    axes = geometry.fprop.added_axes[1]
     summed = gradient if column_sums is None else column_sums
     total = jnp.sum(summed, axes, sum_dtype(summed.dtype))
     # Devices that share the bias must share its gradient.
@@ -397,10 +397,5 @@ def _bias_gradient(
 
 def _sums_columns(geometry: TrainingGeometry) -> bool:
     """Whether sums of g over its last axis but one help to sum the gradient of the bias."""
-    summed, ndim = _summed(geometry), len(geometry.wgrad.rhs.order)
+    summed, ndim = geometry.fprop.added_axes[1], len(geometry.wgrad.rhs.order)
     return ndim - 2 in summed and ndim - 1 not in summed
-
-
-def _summed(geometry: TrainingGeometry) -> Axes:
-    # The axes M of the result [B, M, N].
-    return geometry.fprop.added_axes[1]

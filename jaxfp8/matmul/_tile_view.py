@@ -13,6 +13,7 @@ them.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import TypeAlias
@@ -152,6 +153,7 @@ class View:
         return lax.reshape(y, self.y_shape, out_sharding=out_sharding)
 
 
+@functools.lru_cache(maxsize=4096)  # equal layers of a model share their views
 def view_for(
     tile: int | None,
     geometry: TrainingGeometry,

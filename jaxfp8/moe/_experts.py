@@ -11,13 +11,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jaxfp8._typing import Array, ArrayLike, PyTree
-from jaxfp8.matmul._options import (
-    as_array,
-    check_float,
-    check_high_precision,
-    check_key,
-    read_options,
-)
+from jaxfp8.matmul._options import as_array, check_float, check_high_precision, read_options
 from jaxfp8.numerics._per_block import is_explicit
 from jaxfp8.ops._dispatch_matmul import (
     CombineOptions,
@@ -248,8 +242,6 @@ def swiglu_experts(
     _check(x, gates, chosen, w_in, w_out, clamp)
     check_parallel(parallel)
     parallel = parallel or ExpertParallel()
-    if how.key is not None:
-        check_key(how.key)
     if not isinstance(states, tuple | list) or len(states) != 2 or isinstance(states, MatmulState):
         raise TypeError(
             f"states={type(states).__name__} must be a pair: the state of the matmul with w_in, "
@@ -338,7 +330,7 @@ def _entered(
     specs: Any = (rows, rows, rows, matrices, matrices, of_states, jax.P())
     specs = _Given(*specs)
     if AxisType.Explicit in mesh.axis_types:
-        given = _resharded(given, specs)
+        given = jax.sharding.reshard(given, specs)  # XLA moves what is not split so
 
     def entered(given: _Given) -> tuple[Array, Array]:
         y, dropped = local(given)
@@ -364,14 +356,6 @@ def _summed(dropped: Array, w_in: Array, parallel: ExpertParallel) -> Array:
     else:
         axes = frozenset((set(parallel.tokens or ()) | experts) & set(manual_axes()))
     return lax.psum(dropped, tuple(sorted(axes))) if axes else dropped
-
-
-def _resharded(given: _Given, specs: Any) -> _Given:
-    """Arrays of an Explicit mesh as the specs say. XLA moves what is not split so."""
-    return jax.tree.map(
-        lambda spec, tree: jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, spec), tree),
-        specs, given, is_leaf=lambda node: isinstance(node, jax.P),
-    )  # fmt: skip
 
 
 def _check(

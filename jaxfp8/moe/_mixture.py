@@ -106,7 +106,7 @@ def check_tokens(inputs: ArrayLike) -> Array:
 
 
 def check_mixture(
-    experts: object, hidden: object, k: object, shared: object, parallel: object, scores: object,
+    experts: Any, hidden: object, k: Any, shared: object, parallel: object, scores: object,
     clamp: object,
 ) -> None:  # fmt: skip
     """Raise TypeError or ValueError for fields of a layer of experts that cannot be."""
@@ -115,8 +115,6 @@ def check_mixture(
     ):  # fmt: skip
         if type(size) is not int or size < least:
             raise ValueError(f"{name}={size!r} must be an integer, {least} or more.")
-    assert isinstance(k, int)
-    assert isinstance(experts, int)
     if k > experts:
         raise ValueError(f"k={k} is more than experts={experts}. Each choice is another expert.")
     check_parallel(parallel)

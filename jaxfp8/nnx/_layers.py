@@ -14,7 +14,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 from jaxfp8._call import option_names
 from jaxfp8._layer_arguments import documented
 from jaxfp8._typing import Array
-from jaxfp8.matmul._given import bias_fits
+from jaxfp8.matmul._given import multiply_with_bias
 from jaxfp8.matmul._options import KeepsFP8, LayerInput, LayerOptions, as_array, check_prologue
 from jaxfp8.nnx._dot_general import LATER, AbstractFP8Matmul, FP8DotGeneral, FP8EinsumOp
 from jaxfp8.prologues._prologue import AbstractPrologue
@@ -130,15 +130,12 @@ class FP8Linear(nnx.Linear):
         given, w, bias = _promoted(self, LayerInput.read(inputs, self.prologue))
         if not isinstance(self.dot_general, FP8DotGeneral):
             return super().__call__(given.value, out_sharding)
-        dimension_numbers = (((given.like.ndim - 1,), (0,)), ((), ()))
-        dot_general = functools.partial(
-            self.dot_general, given.lhs, w, dimension_numbers, self.precision,
-            self.preferred_element_type, out_sharding=out_sharding, prologue=self.prologue,
+        dtype = self.preferred_element_type
+        matmul = functools.partial(
+            self.dot_general, precision=self.precision, preferred_element_type=dtype,
+            out_sharding=out_sharding,
         )  # fmt: skip
-        if bias is None or bias_fits(bias, given.like, w, self.preferred_element_type):
-            return dot_general(bias=bias)
-        y = dot_general()
-        return y + jnp.reshape(bias, (1,) * (y.ndim - 1) + (-1,))
+        return multiply_with_bias(matmul, given, w, bias, dtype)
 
 
 @documented

@@ -19,7 +19,6 @@ from jaxfp8.matmul._options import (
     UnshardedOptions,
     as_array,
     check_high_precision,
-    check_key,
     check_operands,
     read_options,
 )
@@ -211,8 +210,6 @@ def _operands(
         raise TypeError(f"route={route!r} is no Route. Make it with fp8.moe.route(chosen, ...).")
     rows: int = getattr(route, count)
     check_high_precision(function, w=w)
-    if how.key is not None:
-        check_key(how.key)
     (x,), w = check_operands(x, w, recipe)
     experts = route.sizes.shape[0]
     if x.ndim != 2 or w.ndim != 3 or x.shape != (rows, w.shape[1]) or w.shape[0] != experts:

@@ -14,7 +14,6 @@ from jaxfp8.matmul._given import Given, add_bias, check_bias, check_whole_axis, 
 from jaxfp8.matmul._options import (
     MatmulOptions,
     Options,
-    check_key,
     check_operands,
     read_options,
 )
@@ -256,18 +255,19 @@ def _read_operands(
 ) -> Given:
     """Check the operands that the user passed to a matmul."""
     arrays, w = check_operands(lhs, rhs, recipe, how.prologue)
-    if how.key is not None:
-        check_key(how.key)
     made = None if how.prologue is None else produce(how.prologue, *arrays)
     x = arrays[0] if made is None else made.value
     places = Places(place_operand("x", x, how.x_shard), place_operand("w", w, how.w_shard))
     check_whole_axis(x, places.x, how)
     shapes = places.x.whole_shape(x.shape), places.w.whole_shape(w.shape)
     geometry = TrainingGeometry.of(_axes(shapes, dimension_numbers, how), x.ndim, w.ndim)
-    y_shape = geometry.fprop.out_shape(*shapes)
-    places = places._replace(g=place_result(y_shape, (x, w), how.y_shard))
-    batch, kept, _ = geometry.fprop.rhs.shape(shapes[1])
-    bias = check_bias(how.bias, batch + kept)
+    if how.y_shard is not None:
+        y_shape = geometry.fprop.out_shape(*shapes)
+        places = places._replace(g=place_result(y_shape, (x, w), how.y_shard))
+    bias = how.bias
+    if bias is not None:
+        batch, kept, _ = geometry.fprop.rhs.shape(shapes[1])
+        bias = check_bias(bias, batch + kept)
     # The gradient flows to `made.value`. `three_matmuls` returns no cotangent for these arrays.
     parts = None if made is None else lax.stop_gradient(made.operands)
     return Given(Arrays(x, w, bias, parts), places, shapes, geometry)

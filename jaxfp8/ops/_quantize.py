@@ -111,10 +111,9 @@ def scaled_matmul(
     _check_rows("rhs", rhs, geometry.rhs)
     if add_to is not None:
         _check_add_to(add_to, geometry.out_shape(lhs.shape, rhs.shape))
-    if preferred_element_type is None and add_to is not None:
-        preferred_element_type = add_to.dtype
     if preferred_element_type is None:
-        preferred_element_type = product_dtype(lhs.dtype, rhs.dtype)
+        product = product_dtype(lhs.dtype, rhs.dtype)
+        preferred_element_type = product if add_to is None else add_to.dtype
     call = MatmulCall(
         geometry=geometry,
         out_dtype=check_out_dtype(preferred_element_type),

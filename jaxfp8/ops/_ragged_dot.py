@@ -11,28 +11,24 @@ from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.matmul._arrays import Arrays, QuantizerArrays, Rows
 from jaxfp8.matmul._given import add_bias_of_rows, check_bias, prepare_groups
 from jaxfp8.matmul._options import (
-    UnshardedOptions,
     as_array,
     check_high_precision,
-    check_key,
     check_operands,
     read_options,
 )
 from jaxfp8.matmul._three_matmuls import three_matmuls
 from jaxfp8.numerics._per_block import is_explicit
+from jaxfp8.ops._dispatch_matmul import DispatchOptions
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import vary_as
 from jaxfp8.sharding._specs import mesh_axes
 from jaxfp8.state._state import MatmulState
 
 
-class RaggedDotOptions(UnshardedOptions, total=False):
+class RaggedDotOptions(DispatchOptions, total=False):
     """The options of `fp8.ragged_dot`; see there."""
 
     out_sharding: Any
-    key: Array | None
-    bias: Array | None
-    name: str | None
 
 
 def ragged_dot(
@@ -119,8 +115,6 @@ def ragged_dot(
         "fp8.ragged_dot", RaggedDotOptions, options, precision, preferred_element_type
     )
     check_high_precision("fp8.ragged_dot", rhs=rhs)
-    if how.key is not None:
-        check_key(how.key)
     (x,), w = check_operands(lhs, rhs, recipe)
     sizes = _check_group_sizes(x, w, group_sizes)
     is_empty = not x.shape[0]

@@ -63,7 +63,7 @@ class Place:
     axis_names: tuple[str, ...] = ()
     mesh: AbstractMesh | None = None
 
-    @property
+    @functools.cached_property
     def kind(self) -> AxisType | None:
         """That of the mesh axes; None for an operand that is whole."""
         return None if self.mesh is None else kinds_of(self.mesh)[self.axis_names[0]]

@@ -70,6 +70,8 @@ class Shard:
 
 # Where operands and results are, by their `Shard`.
 
+_WHOLE = Place()
+
 
 def place_operand(name: str, x: Array, shard: Shard | None) -> Place:
     """How x is placed in its mesh: whole, or split as `shard` says. Without a mesh x is whole.
@@ -77,6 +79,8 @@ def place_operand(name: str, x: Array, shard: Shard | None) -> Place:
     TypeError if `shard` is no `Shard`. ValueError if the array or the mesh lacks the axis, if
     shards would have unequal sizes, or if the type of x says another split.
     """
+    if shard is None:
+        return _WHOLE
     placed = _placed(name, x.shape, (x,), shard)
     given = f"{name}_shard={shard!r}"
     if placed.kind == AxisType.Manual:
