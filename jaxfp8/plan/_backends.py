@@ -10,13 +10,17 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jaxfp8._typing import Matmul, Tensor
+import jax.numpy as jnp
+
+from jaxfp8._geometry import OPERANDS, TrainingGeometry
+from jaxfp8._typing import DType, Matmul, Tensor
 from jaxfp8.kernels._dispatch import Chip, Route, chip_named, kernels_of
 from jaxfp8.kernels.cast._api import BACKENDS as CASTS
 from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.plan._costs import (
     MATMULS,
@@ -43,6 +47,20 @@ class Backends(NamedTuple):
     x: tuple[str, ...] = XLA
     w: tuple[str, ...] = XLA
     g: tuple[str, ...] = XLA
+
+    def call(
+        self, name: Matmul, geometry: TrainingGeometry, out_dtype: DType, *,
+        fast_accumulation: bool, out_sharding: Any = None,
+    ) -> MatmulCall:  # fmt: skip
+        """The arguments of one matmul. `fast_accumulation` is for fprop only."""
+        lhs, rhs = (CASTS[getattr(self, tensor)[0]] for tensor in OPERANDS[name])
+        return MatmulCall(
+            geometry=getattr(geometry, name),
+            out_dtype=jnp.dtype(out_dtype),
+            fast_accumulation=fast_accumulation and name == "fprop",
+            out_sharding=out_sharding,
+            written_transposed=(lhs.writes_transposed, rhs.writes_transposed),
+        )
 
 
 def check_shape(shape: object) -> Shape:

@@ -15,9 +15,7 @@ from jaxfp8._geometry import OPERANDS
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType, Matmul, Tensor
 from jaxfp8.kernels._dispatch import Dispatched, Route, chip_named, recorded
-from jaxfp8.kernels.cast._api import BACKENDS as CASTS
 from jaxfp8.kernels.scaled_matmul._api import multiply
-from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._amax import amax
 from jaxfp8.plan._backends import XLA, Backends, cast_seconds, matmul_seconds, matmul_sizes
 from jaxfp8.plan._costs import MATMULS, MATRICES, Shape, route_of, sides_of
@@ -127,9 +125,7 @@ def _trace(
     `tests/plan/test_choices.py` compares it with what `fp8.dot` dispatches.
     """
     ran: dict[str, list[Dispatched]] = {}
-    by_xla = frozenset(
-        name for name in MATMULS if kernels.timings is None and getattr(names, name)[0] == "xla"
-    )
+    by_xla = kernels.by_xla(names)
 
     def layer(**arrays: Array) -> None:
         copies: dict[tuple[Tensor, Matmul], Any] = {}
@@ -144,12 +140,7 @@ def _trace(
             lhs, rhs = (copies[tensor, name] for tensor in OPERANDS[name])
             if not isinstance(lhs, QuantizedTensor) or not isinstance(rhs, QuantizedTensor):
                 continue
-            of_lhs, of_rhs = (CASTS[getattr(names, tensor)[0]] for tensor in OPERANDS[name])
-            call = MatmulCall(
-                geometry=getattr(MATRICES, name), out_dtype=dtype,
-                fast_accumulation=name == "fprop",
-                written_transposed=(of_lhs.writes_transposed, of_rhs.writes_transposed),
-            )  # fmt: skip
+            call = names.call(name, MATRICES, dtype, fast_accumulation=True)
             with recorded() as ran[name]:
                 multiply(lhs, rhs, call, kernels.attempts(getattr(names, name), lhs, rhs, call))
 

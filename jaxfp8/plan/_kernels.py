@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import jax.numpy as jnp
 
 from jaxfp8._quantized_tensor import QuantizedTensor
-from jaxfp8._typing import Array, DType
+from jaxfp8._typing import Array, DType, Matmul
 from jaxfp8.kernels._dispatch import CHIPS, Attempt, Backend, Chip, chip_named
 from jaxfp8.kernels._timings import Timings
 from jaxfp8.kernels.cast._api import BACKENDS as CASTS
@@ -26,7 +26,7 @@ from jaxfp8.plan._backends import (
     matmul_seconds,
 )
 from jaxfp8.plan._choices import Choices, explain_choices
-from jaxfp8.plan._costs import Shape, Side
+from jaxfp8.plan._costs import MATMULS, Shape, Side
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Operands, Recipe
 
@@ -241,6 +241,12 @@ class Kernels:
     def backends(self, recipe: Recipe, shape: Shape) -> Backends:
         """Names of backends for each matmul and cast of a layer (M, K, N) on one device."""
         return backends_for(self.chip, self.casts, self.matmuls, recipe, shape)
+
+    def by_xla(self, names: Backends) -> frozenset[Matmul]:
+        """The matmuls that XLA computes. None is certain if timings choose."""
+        if self.timings is not None:
+            return frozenset()
+        return frozenset(name for name in MATMULS if getattr(names, name)[0] == "xla")
 
     def for_cast(
         self, granularities: tuple[AbstractGranularity, ...], values: int
