@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._geometry import OPERANDS, Geometry, TrainingGeometry
+from jaxfp8._geometry import Geometry, TrainingGeometry
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType, FP8StateError, Matmul, Tensor
-from jaxfp8.kernels.cast._api import BACKENDS as CASTS
 from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
 from jaxfp8.kernels.grouped_matmul._api import groups_product, rows_product
 from jaxfp8.kernels.grouped_matmul._groups import Groups
@@ -150,13 +149,6 @@ class Call:
     watched: str | None = None  # the name under which casts report statistics, if they do
     varying: Varying = _NOWHERE  # in this pass, without the axes that operands are gathered over
 
-    @property
-    def by_xla(self) -> frozenset[Matmul]:
-        """The matmuls that XLA computes. None is certain if timings choose."""
-        if self.kernels.timings is not None:
-            return frozenset()
-        return frozenset(name for name in OPERANDS if getattr(self.backends, name)[0] == "xla")
-
     def contracted(self, matmul: Matmul, tensor: Tensor) -> frozenset[str]:
         """The axes over which devices that contract one row must use one scale for it."""
         x, w, _ = self.varying
@@ -223,13 +215,10 @@ class Call:
             return rows_product(product, lhs, rhs, groups, columns, out_dtype)
 
     def _matmul_call(self, matmul: Matmul, out_dtype: DType, out_sharding: Any) -> MatmulCall:
-        return MatmulCall(
-            geometry=getattr(self.geometry, matmul),
-            out_dtype=jnp.dtype(out_dtype),
-            fast_accumulation=self.fast_accumulation and matmul == "fprop",
+        return self.backends.call(
+            matmul, self.geometry, out_dtype, fast_accumulation=self.fast_accumulation,
             out_sharding=out_sharding,
-            written_transposed=self._written_transposed(matmul),
-        )
+        )  # fmt: skip
 
     def _wide(self, lhs: Array, rhs: Array) -> tuple[Array, Array]:
         # g has the dtype of y, which `preferred_element_type` can make differ from that of x. With
@@ -237,10 +226,6 @@ class Call:
         with jax.numpy_dtype_promotion("standard"):
             dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         return lhs.astype(dtype), rhs.astype(dtype)
-
-    def _written_transposed(self, matmul: Matmul) -> tuple[bool, bool]:
-        lhs, rhs = (getattr(self.backends, tensor)[0] for tensor in OPERANDS[matmul])
-        return CASTS[lhs].writes_transposed, CASTS[rhs].writes_transposed
 
 
 def _dequantized_stack(operand: Operand) -> Array:

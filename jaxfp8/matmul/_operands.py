@@ -91,8 +91,9 @@ def quantize_operand(
     backends = getattr(call.backends, tensor)
     # Both copies of g are gathered in one pass, those of x and w in different passes.
     gathered = tensor == "g" and place.mesh is not None
+    by_xla = call.kernels.by_xla(call.backends)
     for planned in plan_casts(
-        call.recipe, call.geometry, tensor, backends, column_sums, gathered, call.by_xla, only
+        call.recipe, call.geometry, tensor, backends, column_sums, gathered, by_xla, only
     ):
         if planned.cast is None:
             copies += [Copy(value, readers) for readers in planned.readers]

@@ -21,7 +21,7 @@ from jaxfp8.matmul._three_matmuls import three_matmuls
 from jaxfp8.matmul._tile_view import View, view_for, view_of_weight
 from jaxfp8.numerics._formats import VALUE_FORMATS, check_out_dtype
 from jaxfp8.plan._backends import XLA
-from jaxfp8.plan._kernels import NO_SHAPE, check_kernels
+from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.prologues._prologue import produce
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._shard import place_operand, place_result
@@ -146,7 +146,8 @@ def dot_general(
         check_result_dtype(preferred_element_type)
         return add_bias(given.high_precision(how), given.arrays.bias, given.geometry)
     view = view_for(recipe.tile, given.geometry, given.shapes, given.places.g)
-    backends = kernels.backends(recipe, given.size if kernels.chip else NO_SHAPE)
+    # Without a chip no shape matters, and none takes time to compute.
+    backends = kernels.backends(recipe, given.size if kernels.chip else (0, 0, 0))
     call, quantizers = prepare(
         how, recipe, state, (given.arrays.x.dtype, given.arrays.w.dtype), view.geometry,
         backends if weight is None else backends._replace(w=XLA),

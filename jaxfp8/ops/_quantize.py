@@ -120,7 +120,8 @@ def scaled_matmul(
         fast_accumulation=fast_accumulation,
         out_sharding=out_sharding,
     )
-    attempts = given.attempts_of_one(lhs, rhs, call, add_to=add_to)
+    names = given.for_matmul(lhs, rhs, geometry)
+    attempts = given.attempts(names, lhs, rhs, call, add_to=add_to)
     return multiply(lhs, rhs, call, attempts, add_to=add_to)
 
 

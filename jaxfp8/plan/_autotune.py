@@ -9,7 +9,7 @@ from typing import Any, cast
 import jax
 
 from jaxfp8._quantized_tensor import QuantizedTensor
-from jaxfp8._typing import Array, PyTree
+from jaxfp8._typing import PyTree
 from jaxfp8._version import __version__
 from jaxfp8.kernels._dispatch import chip_named, kernels_of
 from jaxfp8.kernels._timings import Operands, Timings, describe, measure
@@ -17,17 +17,14 @@ from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.plan._kernels import Kernels, check_kernels
 
-_PACKAGES = ("jax", "jaxlib")
-
 
 def autotune(step: Callable[..., PyTree], *arguments: Any, kernels: Kernels) -> Kernels:
     """Time each way to do each matmul of a step, on the GPU of this process.
 
     `step` is traced with the shapes of its arguments, and does not run. Each of its FP8 matmuls is
-    then timed alone, on random values. It is timed with every backend for the chip that can do it.
-    A backend with tilings is timed with every tiling that fits. A time is the median of several
-    rounds. The results of all ways are compared. The tilings of one kernel must give the same bits.
-    Casts are not timed.
+    then timed alone, on random values, with every backend for the chip and every tiling that fits.
+    A time is the median of several rounds. The results of all ways are compared. Casts are not
+    timed.
 
     Args:
       step: called as `step(kernels, *arguments)`. It passes `kernels` to its layers and ops. It may
@@ -70,7 +67,7 @@ def autotune(step: Callable[..., PyTree], *arguments: Any, kernels: Kernels) -> 
             "on a machine with the GPU."
         )
     # jaxfp8 may be imported from a checkout that is not installed, which has no metadata.
-    others = tuple((name, importlib.metadata.version(name)) for name in _PACKAGES)
+    others = tuple((name, importlib.metadata.version(name)) for name in ("jax", "jaxlib"))
     versions = (*others, ("jaxfp8", __version__))
     device = jax.devices()[0].device_kind
     found = Timings(chip=given.chip, device=device, versions=versions, times=())
@@ -99,17 +96,11 @@ class _Recorder:
         self.matmuls: dict[str, tuple[Operands, MatmulCall]] = {}
 
     def choose(
-        self,
-        lhs: QuantizedTensor,
-        rhs: QuantizedTensor,
-        call: MatmulCall,
-        *,
-        add_to: Array | None = None,
+        self, lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall, *, add_to: Any
     ) -> tuple[()]:
-        """Record a matmul. The empty result makes `Kernels` choose by its estimates."""
         del add_to  # the matmul is timed without its addition
         types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (lhs, rhs))
         # One GPU times the matmul, so the sharding of its result is dropped.
         on_one_device = dataclasses.replace(call, out_sharding=None)
         self.matmuls[describe(lhs, rhs, call)] = types, on_one_device
-        return ()
+        return ()  # so that `Kernels` choose by their estimates

@@ -10,13 +10,17 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jaxfp8._typing import Matmul, Tensor
+import jax.numpy as jnp
+
+from jaxfp8._geometry import OPERANDS, TrainingGeometry
+from jaxfp8._typing import DType, Matmul, Tensor
 from jaxfp8.kernels._dispatch import Chip, Route, chip_named, kernels_of
 from jaxfp8.kernels.cast._api import BACKENDS as CASTS
 from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.plan._costs import (
     MATMULS,
@@ -43,6 +47,20 @@ class Backends(NamedTuple):
     x: tuple[str, ...] = XLA
     w: tuple[str, ...] = XLA
     g: tuple[str, ...] = XLA
+
+    def call(
+        self, name: Matmul, geometry: TrainingGeometry, out_dtype: DType, *,
+        fast_accumulation: bool, out_sharding: Any = None,
+    ) -> MatmulCall:  # fmt: skip
+        """The arguments of one matmul. `fast_accumulation` is for fprop only."""
+        lhs, rhs = (CASTS[getattr(self, tensor)[0]] for tensor in OPERANDS[name])
+        return MatmulCall(
+            geometry=getattr(geometry, name),
+            out_dtype=jnp.dtype(out_dtype),
+            fast_accumulation=fast_accumulation and name == "fprop",
+            out_sharding=out_sharding,
+            written_transposed=(lhs.writes_transposed, rhs.writes_transposed),
+        )
 
 
 def check_shape(shape: object) -> Shape:
@@ -71,29 +89,18 @@ def value_counts(shape: Shape) -> dict[Tensor, int]:
     return {"x": m * k, "w": k * n, "g": m * n}
 
 
-_OF_BLACKWELL = 32
-"""Values along the contracted axis that share a scale on Blackwell."""
-
-
 def _kernels_for(sides: Sides, chip: Chip) -> tuple[str, ...]:
-    """The kernels that are written for a chip, and chosen without timings.
-
-    They are for tiles, which XLA multiplies in bfloat16. If a kernel cannot do a case, it raises an
-    error when it is called.
-    """
+    """The kernels for a chip. They are for tiles, which XLA multiplies in bfloat16."""
     if not all(side.in_fp8 and side.granularity.in_tiles for side in sides):
         return ()
-    # Blackwell's tensor cores read scales that are powers of two, one for each 32 values.
-    fits = all(side.exact and side.granularity.along(2)[1] % _OF_BLACKWELL == 0 for side in sides)
+    # Blackwell's tensor cores read scales that are powers of two, one for each 32 values along K.
+    fits = all(side.exact and side.granularity.along(2)[1] % 32 == 0 for side in sides)
     kernels = kernels_of(chip, BACKENDS)
     return tuple(n for n in kernels if fits or BACKENDS[n].route is not Route.BLOCK_SCALED)
 
 
 def matmul_seconds(sides: Sides, chip: str | None, size: Shape) -> dict[str, float]:
-    """Estimated seconds of a matmul, for each backend of a chip.
-
-    The result is empty if the chip has no figures, or if a size is symbolic.
-    """
+    """Estimated seconds of a matmul, for each backend. Empty for a chip without figures."""
     if chip not in PEAKS or not _known(size):
         return {}
     peak, described = PEAKS[chip], chip_named(chip)
@@ -112,12 +119,10 @@ def faster_than_xla(seconds: Mapping[str, float]) -> tuple[str, ...]:
 def casting_backends(
     chip: str | None, granularities: Iterable[AbstractGranularity], *sizes: int
 ) -> tuple[str, ...]:
-    """Names of backends of the casts of one tensor, best first.
-
-    Kernels are for tiles. They read the tensor once. XLA reads it twice or more, and is estimated
-    to be slower at every size (`cast_cost`; on an H200 it was, by 2 to 12 times). With scales of
-    whole tensors and of rows, XLA fuses a cast with the operation that makes the tensor.
-    """
+    """Names of backends of the casts of one tensor, best first."""
+    # Kernels are for tiles, and read the tensor once. XLA reads it twice or more. It is estimated
+    # to be slower at every size, and was slower on an H200, by 2 to 12 times. With other scales XLA
+    # fuses a cast with the operation that makes the tensor.
     tiles = [granularity.in_tiles for granularity in granularities]
     if chip not in PEAKS or not tiles or not all(tiles) or not _known(sizes):
         return XLA
@@ -134,7 +139,7 @@ def _granularities(recipe: Recipe, tensor: Tensor) -> list[AbstractGranularity]:
 def cast_seconds(
     recipe: Recipe, tensor: Tensor, chip: str | None, shape: Shape, routes: Mapping[Matmul, Route]
 ) -> dict[str, float]:
-    """Estimated seconds of the casts of a tensor, for each backend of a chip; empty if unknown."""
+    """Estimated seconds of the casts of a tensor, for each backend. Empty if unknown."""
     granularities = _granularities(recipe, tensor)
     if chip not in PEAKS or not granularities:
         return {}
@@ -148,11 +153,7 @@ def cast_seconds(
 def backends_for(
     chip: str | None, casts: str | None, matmuls: str | None, recipe: Recipe, shape: Shape
 ) -> Backends:
-    """The backends of a layer (M, K, N).
-
-    `casts` and `matmuls` are names that the user gives; None: estimates choose. Without a chip
-    XLA's backends run, for every chip.
-    """
+    """The backends of a layer (M, K, N). The user may name that of all `casts` or `matmuls`."""
     chosen: dict[str, tuple[str, ...]] = {}
     for name, size in matmul_sizes(shape).items():
         seconds = matmul_seconds(sides_of(getattr(recipe, name)), chip, size)
@@ -165,7 +166,7 @@ def backends_for(
 
 
 def _known(shape: tuple[int, ...]) -> bool:
-    """Whether all sizes are numbers. An exported program may have symbolic sizes."""
+    # An exported program may have symbolic sizes.
     return all(isinstance(size, int) for size in shape)
 
 

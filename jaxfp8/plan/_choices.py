@@ -15,9 +15,7 @@ from jaxfp8._geometry import OPERANDS
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType, Matmul, Tensor
 from jaxfp8.kernels._dispatch import Dispatched, Route, chip_named, recorded
-from jaxfp8.kernels.cast._api import BACKENDS as CASTS
 from jaxfp8.kernels.scaled_matmul._api import multiply
-from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._amax import amax
 from jaxfp8.plan._backends import XLA, Backends, cast_seconds, matmul_seconds, matmul_sizes
 from jaxfp8.plan._costs import MATMULS, MATRICES, Shape, route_of, sides_of
@@ -25,7 +23,6 @@ from jaxfp8.quantizers._base import ScaleInputs
 from jaxfp8.recipes._recipe import PlannedCast, Recipe, plan_casts
 
 Evidence: TypeAlias = Literal["measured", "estimated", "compiled"]
-_ALONE = "no other kernel is considered"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,10 +32,8 @@ class Choice:
     Attributes:
       backend: its name, "xla" or that of a kernel.
       evidence: how the backend was chosen. "measured": by timings on the chip. "estimated": from
-        figures of the chip (`fp8.plan.roofline`). "compiled": by neither. Then the user named the
-        backend, or there was nothing to compare. The table calls this column "known by".
-      why: the reason. An estimate has its time and the times of the alternatives. If a kernel
-        cannot do the case, its reason follows.
+        figures of the chip (`fp8.plan.roofline`). "compiled": by neither.
+      why: the reason, with estimated times, and what kernels that cannot do the case say.
       notes: the end of `why`, which other rows may have, too. The table says each of them once.
 
     Example:
@@ -57,8 +52,7 @@ class Choice:
 class Choices:
     """What the casts and matmuls of a layer run, each a `Choice`. `str()` is a table.
 
-    `x`, `w` and `g` are the casts of these tensors. `title` names the recipe, the shape and the
-    kernels.
+    `x`, `w` and `g` are the casts of these tensors.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -87,16 +81,10 @@ class Choices:
         return "\n".join([*lines, *(f"[{i}] {note}" for i, note in enumerate(notes, 1))])
 
 
-def explain_choices(kernels: Any, recipe: Recipe, shape: Shape, dtype: DType) -> Choices:
-    """See `fp8.Kernels.choices`; `kernels` are `fp8.Kernels`."""
-    return _in_mesh(jax.sharding.get_abstract_mesh(), kernels, recipe, shape, dtype)
-
-
-# A model has many layers and few shapes. The mesh is a key of the cache, because it decides what
-# kernels can do.
-@functools.lru_cache(maxsize=4096)
-def _in_mesh(mesh: Any, kernels: Any, recipe: Recipe, shape: Shape, dtype: DType) -> Choices:
-    del mesh
+@functools.lru_cache(maxsize=4096)  # a model has many layers and few shapes
+def choices_of(kernels: Any, recipe: Recipe, shape: Shape, dtype: DType, mesh: Any) -> Choices:
+    """What `fp8.Kernels` choose."""
+    del mesh  # that of the context: a key of the cache, because it decides what kernels can do
     names: Backends = kernels.backends(recipe, shape)
     ran: dict[str, list[Dispatched]] = {}
     if kernels.timings is not None or set(names) != {XLA}:  # XLA can do every case
@@ -122,14 +110,10 @@ def _in_mesh(mesh: Any, kernels: Any, recipe: Recipe, shape: Shape, dtype: DType
 def _trace(
     kernels: Any, recipe: Recipe, names: Backends, shape: Shape, dtype: DType
 ) -> dict[str, list[Dispatched]]:
-    """What each cast and each matmul of a layer dispatches, on one device.
-
-    `tests/plan/test_choices.py` compares it with what `fp8.dot` dispatches.
-    """
+    """What each cast and each matmul of a layer dispatches, on one device."""
+    # `tests/plan/test_choices.py` compares it with what `fp8.dot` dispatches.
     ran: dict[str, list[Dispatched]] = {}
-    by_xla = frozenset(
-        name for name in MATMULS if kernels.timings is None and getattr(names, name)[0] == "xla"
-    )
+    by_xla = kernels.by_xla(names)
 
     def layer(**arrays: Array) -> None:
         copies: dict[tuple[Tensor, Matmul], Any] = {}
@@ -144,12 +128,7 @@ def _trace(
             lhs, rhs = (copies[tensor, name] for tensor in OPERANDS[name])
             if not isinstance(lhs, QuantizedTensor) or not isinstance(rhs, QuantizedTensor):
                 continue
-            of_lhs, of_rhs = (CASTS[getattr(names, tensor)[0]] for tensor in OPERANDS[name])
-            call = MatmulCall(
-                geometry=getattr(MATRICES, name), out_dtype=dtype,
-                fast_accumulation=name == "fprop",
-                written_transposed=(of_lhs.writes_transposed, of_rhs.writes_transposed),
-            )  # fmt: skip
+            call = names.call(name, MATRICES, dtype, fast_accumulation=True)
             with recorded() as ran[name]:
                 multiply(lhs, rhs, call, kernels.attempts(getattr(names, name), lhs, rhs, call))
 
@@ -173,7 +152,6 @@ def _choice(
     kernels: Any, named: str | None, in_fp8: bool, ran: Sequence[Dispatched],
     seconds: Mapping[str, float], how: str = "",
 ) -> Choice:  # fmt: skip
-    """A choice by a name, by timings, by an estimate, or because there is no other."""
     # A tensor with two quantizers has two casts. The one with more refusals is shown.
     used = max(ran, key=lambda each: len(each.refusals), default=Dispatched("xla", {}))
     refused = tuple(f"{name} cannot: {reason}" for name, reason in used.refusals.items())
@@ -192,6 +170,6 @@ def _choice(
         evidence, why = "estimated", f"{1e6 * seconds[used.backend]:.1f} us{how}"
         others = [name for name in seconds if name not in (used.backend, *used.refusals)]
         why += "".join(f"; {name} {1e6 * seconds[name]:.1f} us" for name in others)
-        refused = refused if len(seconds) > 1 else (_ALONE,)
+        refused = refused if len(seconds) > 1 else ("no other kernel is considered",)
     why = "; ".join((why, *refused))
     return Choice(backend=used.backend, evidence=evidence, why=why, notes=refused)

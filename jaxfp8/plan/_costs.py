@@ -8,7 +8,6 @@ Letters: M, K, N are the sizes of one matmul [M, K] @ [K, N].
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -26,21 +25,13 @@ Shape: TypeAlias = tuple[int, int, int]
 
 MATMULS: tuple[Matmul, ...] = ("fprop", "dgrad", "wgrad")
 
-# Figures of chips, and the shares of them that kernels attain.
-
 
 class Peak(NamedTuple):
-    """What a chip can do at most, by its data sheet, without sparsity.
+    """What a chip can do at most."""
 
-    Attributes:
-      bf16: operations/s of bfloat16 matmuls.
-      fp8: operations/s of FP8 matmuls; None without FP8 units.
-      bandwidth: bytes/s of device memory.
-    """
-
-    bf16: float
-    fp8: float | None
-    bandwidth: float
+    bf16: float  # operations/s of bfloat16 matmuls
+    fp8: float | None  # operations/s of FP8 matmuls; None without FP8 units
+    bandwidth: float  # bytes/s of device memory
 
 
 # From NVIDIA's data sheets. If a data sheet gives a figure with sparsity, half of it is used.
@@ -79,22 +70,15 @@ _STEP = 128
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The work of kernels, and the time that it takes at best.
+    """The work of kernels, and the time that it takes at best."""
 
-    Attributes:
-      bytes: bytes that are read from and written to device memory.
-      flops: operations of matmuls. A multiplication and its addition are two.
-      seconds: the estimated time.
-    """
-
-    bytes: int = 0
-    flops: int = 0
-    seconds: float = 0.0
+    bytes: int = 0  # read from and written to device memory
+    flops: int = 0  # of matmuls; a multiplication and its addition are two
+    seconds: float = 0.0  # estimated
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(
-            self.bytes + other.bytes, self.flops + other.flops, self.seconds + other.seconds
-        )
+        bytes, flops = self.bytes + other.bytes, self.flops + other.flops
+        return Cost(bytes, flops, self.seconds + other.seconds)
 
     def times(self, number: float) -> "Cost":
         """The cost of the same work, done `number` times."""
@@ -114,26 +98,18 @@ def kernel(
     return Cost(round(moved), flops, busy + launches * LAUNCH)
 
 
-# A matmul: its route, which is the way that it is computed, and its cost by that route.
-
-
 class Side(NamedTuple):
-    """What decides the route of a matmul, of one operand.
-
-    `exact`: every scale is a power of two. Then the matmul may multiply the values by the scale
-    before it, without rounding.
-    """
+    """What decides the route of a matmul, of one operand."""
 
     in_fp8: bool
     granularity: AbstractGranularity
-    exact: bool
+    exact: bool  # scales are powers of two, and XLA may multiply values by them without rounding
 
 
 Sides: TypeAlias = tuple[Side, Side]
 
 
 def sides_of(operands: Operands) -> Sides:
-    """The sides of both operands of a matmul."""
     lhs, rhs = (
         Side(each.value_format is not None, each.granularity, each.rule.exact)
         for each in (operands.lhs, operands.rhs)
@@ -194,18 +170,14 @@ def matmul_cost(
     return cost
 
 
-# The casts of a tensor in a training step: amaxes, casts, transpositions.
-
+# The axes of y [M, N] = x [M, K] @ w [K, N].
 MATRICES = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)
-"""The axes of y [M, N] = x [M, K] @ w [K, N]."""
 
 
 def _contracted_last(route: Route, chip: Chip) -> bool:
-    """Whether a route reads operands with the contracted axis last.
-
-    On Ada and Hopper cuBLASLt has FP8 matmuls in the "TN" layout only (cuBLAS documentation,
-    `cublasLtMatmul`).
-    """
+    """Whether a route reads operands with the contracted axis last."""
+    # On Ada and Hopper cuBLASLt has FP8 matmuls in the "TN" layout only (cuBLAS documentation,
+    # `cublasLtMatmul`).
     capability = chip.compute_capability
     only_tn = capability is not None and (8, 9) <= capability < (10, 0)
     return route.by_kernel or (route.in_fp8 and only_tn)
@@ -233,7 +205,10 @@ def cast_cost(
                 f"{name} quantizes {tensor} by {quantizer!r}. The cost of its casts is not known. "
                 "Use quantizers of fp8.quantizers."
             )
-    passes = functools.partial(_passes, PEAKS[chip.name], values)
+
+    def passes(bytes_a_value: float, **how: Any) -> Cost:
+        return kernel(PEAKS[chip.name], bytes_a_value * values, **how)
+
     cost, written, in_tiles, by_kernel = Cost(), 0, False, backend != "xla"
     by_xla = frozenset(name for name, route in routes.items() if not route.by_kernel)
     planned = plan_casts(recipe, MATRICES, tensor, (backend,), by_xla=by_xla)
@@ -273,7 +248,3 @@ def cast_cost(
         return cost if in_tiles else cost + passes(2 * reads, launches=2 * reads)
     cost += passes(2 * reads, launches=2 * reads, at_most=at_most)
     return cost + passes(2 + written, at_most=at_most)
-
-
-def _passes(peak: Peak, values: int, bytes_a_value: float, **how: Any) -> Cost:
-    return kernel(peak, bytes_a_value * values, **how)

@@ -1,15 +1,14 @@
-"""`Kernels`: which kernels cast and multiply.
-
-It is the only argument that depends on the chip.
-"""
+"""`Kernels`: which kernels cast and multiply. It is the only argument that depends on the chip."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+import jax
 import jax.numpy as jnp
 
+from jaxfp8._geometry import Geometry
 from jaxfp8._quantized_tensor import QuantizedTensor
-from jaxfp8._typing import Array, DType
+from jaxfp8._typing import Array, DType, Matmul
 from jaxfp8.kernels._dispatch import CHIPS, Attempt, Backend, Chip, chip_named
 from jaxfp8.kernels._timings import Timings
 from jaxfp8.kernels.cast._api import BACKENDS as CASTS
@@ -25,15 +24,13 @@ from jaxfp8.plan._backends import (
     faster_than_xla,
     matmul_seconds,
 )
-from jaxfp8.plan._choices import Choices, explain_choices
-from jaxfp8.plan._costs import Shape, Side
+from jaxfp8.plan._choices import Choices, choices_of
+from jaxfp8.plan._costs import MATMULS, Shape, Side
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Operands, Recipe
 
-# The backends that a user can name, and the chips that each backend is made for.
-
+# The backends that a user can name in each field of `Kernels`.
 _TABLES: dict[str, Mapping[str, Backend]] = {"casts": CASTS, "matmuls": BACKENDS}
-"""The backends that each field of `fp8.Kernels` takes."""
 
 
 def _check_named(chip: Chip | None, field: str, name: object) -> None:
@@ -60,46 +57,37 @@ def _check_named(chip: Chip | None, field: str, name: object) -> None:
     )
 
 
-# What a user writes: `Kernels`, and the check of an argument `kernels=`.
-
-
 @dataclasses.dataclass(frozen=True)
 class Kernels:
     """Which kernels cast and multiply, for one chip or for every chip.
 
-    Every layer, op and plug takes it as `kernels=`. A recipe decides which numbers are computed.
-    `Kernels` decides which kernels compute them. A cast of one array has the same bits with all
+    Every layer, op and plug takes it as `kernels=`. A cast of one array has the same bits with all
     kernels. Results of matmuls differ in the order of their additions.
 
     `Kernels()` is the default: XLA computes everything, on every chip. `Kernels("h200")` uses a
     kernel that is made for that chip if it is estimated to be faster than XLA's program, and can do
     the case. `print(kernels.choices(recipe, shape))` shows each choice and its reason.
 
-    - Tiles on Hopper ("h100", "h200"): Pallas casts and block-scaled Pallas matmuls.
-    - Tiles on Blackwell ("b200"): Pallas casts. With power-of-two scales, block-scaled matmuls of
-      cuDNN.
+    - Tiles on Hopper ("h100", "h200"): casts and matmuls in Pallas, which needs jax 0.11.
+    - Tiles on Blackwell ("b200"): casts in Pallas, and matmuls of cuDNN if scales are powers of
+      two.
     - Scales of tensors and of rows, on GPUs with FP8 units ("l4" and "l40s" too): casts by XLA, and
       matmuls by cuBLASLt, which XLA calls with `compiler_options`.
-    - Experts (`fp8.ragged_dot`): on Hopper a grouped Pallas matmul for all FP8 scales. Elsewhere a
-      loop over tiles of rows, whose matmuls are chosen as above.
-    - All other cases: XLA. The Pallas kernels need jax 0.11 or later.
+    - Experts (`fp8.ragged_dot`): on Hopper a grouped matmul in Pallas. Elsewhere a loop over tiles
+      of rows, whose matmuls are chosen as above.
 
-    These choices are estimated. One H200 has timed the Pallas kernels, and they are slower than the
-    estimates ("When FP8 pays" in docs/). `fp8.plan.autotune` times the matmuls of a step on your
-    GPU. An estimate uses the shape on one device. In an Auto mesh it uses the global shape, because
-    the traced program has no other.
+    An estimate uses the shape on one device. In an Auto mesh it uses the global shape, because the
+    traced program has no other. `fp8.plan.autotune` times the matmuls of a step on your GPU.
 
-    The same program runs on other platforms than CUDA, for instance on a CPU. There XLA computes
-    what the kernels would compute. On a GPU other than the named one it may not compile.
+    On other platforms, for instance on a CPU, XLA computes what the kernels would compute. On a GPU
+    other than the named one the program may not compile.
 
     Attributes:
       chip: "h100", "h200", "b200", "l4", "l40s", "a100", "mi300x", "tpu", "cpu", or None for every
         chip. jaxfp8 never detects the chip, so all processes compile the same program.
       casts: name of the backend of all casts: "xla", "mosaic" (Pallas), "triton", or "reference"
-        (for tests). If a named backend cannot do a case, it raises an error. Default: None, the
-        choice above.
-      matmuls: name of the backend of all matmuls: "xla", "mosaic", "cudnn" or "reference". Default:
-        None, the choice above.
+        (for tests). If a named backend cannot do a case, it raises an error. None: by estimates.
+      matmuls: name of the backend of all matmuls: "xla", "mosaic", "cudnn" or "reference".
       timings: measured times of matmuls, from `fp8.plan.autotune`. A matmul with a time uses its
         fastest backend. Estimates choose for other matmuls, and for casts, which are not timed.
 
@@ -148,17 +136,13 @@ class Kernels:
     def choices(self, recipe: Recipe, shape: Shape, dtype: DType = jnp.bfloat16) -> Choices:
         """Which backend runs each cast and each matmul of a layer, and why. `print` shows a table.
 
-        The table is valid for x [M, K] and w [K, N] on one device, and for the installed versions
-        of jax and its packages: kernels are traced to find out whether they can do their case.
+        Kernels are traced to find out whether they can do their case. So the table is valid for
+        the installed versions of jax and its packages.
 
         Args:
           recipe: which quantizer for which operand.
-          shape: (M, K, N) on one device: tokens, features in, features out. The layer computes
-            y [M, N] = x [M, K] @ w [K, N].
-          dtype: dtype of x, w and y. Default: bfloat16.
-
-        Returns:
-          `fp8.plan.Choices`, with a `fp8.plan.Choice` for each cast and each matmul.
+          shape: (M, K, N) of y [M, N] = x [M, K] @ w [K, N] on one device.
+          dtype: dtype of x, w and y.
 
         Raises:
           TypeError: if `recipe` is not a Recipe, or if `dtype` cannot be quantized.
@@ -183,29 +167,21 @@ class Kernels:
             raise TypeError(
                 f"dtype={dtype!r} cannot be quantized. Use one of {list(FLOAT_DTYPES)}."
             )
-        return explain_choices(self, recipe, check_shape(shape), jnp.dtype(dtype))
+        mesh = jax.sharding.get_abstract_mesh()
+        return choices_of(self, recipe, check_shape(shape), jnp.dtype(dtype), mesh)
 
     def compiler_options(self, recipe: Recipe) -> dict[str, bool | str]:
         """The options with which XLA compiles a recipe to the intended kernels and numbers.
 
         Pass them as `jax.jit(step, compiler_options=)`. They hold for the whole compiled function.
+        The dict is empty on platforms other than NVIDIA's, and for recipes without FP8 matmuls.
 
-        `xla_gpu_enable_triton_gemm=False`: by default XLA gives FP8 dots to its Triton emitter,
-        which dequantizes them. Without that emitter they become `__cublas$lt$matmul$f8` calls. The
-        other matmuls of the function go to cuBLASLt as well.
-
-        `xla_allow_excess_precision=False`: every conversion to bfloat16 in the function rounds. FP8
-        casts do not need this option. It is left out if a matmul reads float32 scales of whole
-        tensors. There the option would make XLA round those scales to bfloat16 before cuBLASLt, by
-        up to 0.2 % each. XLA recognizes a scale only in the dtype of the dequantized operand.
-
-        `xla_disable_hlo_passes="all-reduce-contiguous"`: XLA joins the all-reduces of amaxes, and
-        sends each as it is. By default it copies them into one array, and starts a kernel for each
-        result. In a scanned Llama that is one kernel in ten of delayed scaling. The option is for
-        recipes with amaxes that span devices.
-
-        The dict is empty on platforms other than NVIDIA's, and for recipes without FP8 matmuls. On
-        GPUs without FP8 units `xla_gpu_enable_triton_gemm` is left out.
+        - `xla_gpu_enable_triton_gemm=False`: FP8 dots, and the other matmuls of the function,
+          become calls of cuBLASLt. XLA's Triton emitter would dequantize FP8.
+        - `xla_allow_excess_precision=False`: every conversion to bfloat16 in the function rounds.
+          It is left out if a matmul reads float32 scales of whole tensors.
+        - `xla_disable_hlo_passes="all-reduce-contiguous"`, if amaxes span devices: XLA does not
+          copy them into one array to send them.
 
         Raises:
           ValueError: if `chip` is None.
@@ -234,6 +210,8 @@ class Kernels:
             options["xla_gpu_enable_triton_gemm"] = False
         if not any(_reads_float32_scales(operands) for operands in in_fp8):
             options["xla_allow_excess_precision"] = False
+        # Out of that array a kernel takes each amax. In a scanned Llama with delayed scaling these
+        # are one kernel in ten.
         if recipe.combines_amaxes or recipe.tensors_in_rows:
             options["xla_disable_hlo_passes"] = "all-reduce-contiguous"
         return options
@@ -242,46 +220,38 @@ class Kernels:
         """Names of backends for each matmul and cast of a layer (M, K, N) on one device."""
         return backends_for(self.chip, self.casts, self.matmuls, recipe, shape)
 
+    def by_xla(self, names: Backends) -> frozenset[Matmul]:
+        """The matmuls that XLA computes. None is certain if timings choose."""
+        if self.timings is not None:
+            return frozenset()
+        return frozenset(name for name in MATMULS if getattr(names, name)[0] == "xla")
+
     def for_cast(
         self, granularities: tuple[AbstractGranularity, ...], values: int
     ) -> tuple[str, ...]:
-        """Names of backends of a cast without a recipe, in the order of trial.
-
-        `granularities` has one for each copy. `values` is the number of values of the array.
-        """
+        """Names of backends of a cast of so many `values`, with a granularity for each copy."""
         if self.casts is not None:
             return (self.casts,)
         return casting_backends(self.chip, granularities, values)
 
+    def for_matmul(
+        self, lhs: QuantizedTensor, rhs: QuantizedTensor, geometry: Geometry
+    ) -> tuple[str, ...]:
+        """Names of backends of a matmul without a recipe."""
+        if self.matmuls is not None:
+            return (self.matmuls,)
+        batch, m, k = geometry.lhs.matrix_shape(lhs.shape)
+        _, n, _ = geometry.rhs.matrix_shape(rhs.shape)
+        one, other = (Side(True, each.granularity, each.power_of_two) for each in (lhs, rhs))
+        return faster_than_xla(matmul_seconds((one, other), self.chip, (batch * m, k, n)))
+
     def attempts(
-        self,
-        names: Iterable[str],
-        lhs: QuantizedTensor,
-        rhs: QuantizedTensor,
-        call: MatmulCall,
-        *,
+        self, names: Iterable[str], lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall, *,
         add_to: Array | None = None,
-    ) -> tuple[str | Attempt, ...]:
+    ) -> tuple[str | Attempt, ...]:  # fmt: skip
         """The backends to try: those that were timed, fastest first, and then `names`."""
         timed = () if self.timings is None else self.timings.choose(lhs, rhs, call, add_to=add_to)
         return (*timed, *names)
-
-    def attempts_of_one(
-        self,
-        lhs: QuantizedTensor,
-        rhs: QuantizedTensor,
-        call: MatmulCall,
-        *,
-        add_to: Array | None = None,
-    ) -> tuple[str | Attempt, ...]:
-        """The backends to try for a matmul without a recipe, such as `fp8.scaled_matmul`."""
-        if self.matmuls is not None:
-            return (self.matmuls,)
-        batch, m, k = call.geometry.lhs.matrix_shape(lhs.shape)
-        _, n, _ = call.geometry.rhs.matrix_shape(rhs.shape)
-        one, other = (Side(True, each.granularity, each.power_of_two) for each in (lhs, rhs))
-        seconds = matmul_seconds((one, other), self.chip, (batch * m, k, n))
-        return self.attempts(faster_than_xla(seconds), lhs, rhs, call, add_to=add_to)
 
     def __repr__(self) -> str:
         fields = {name: getattr(self, name) for name in ("casts", "matmuls")}
@@ -293,7 +263,7 @@ class Kernels:
 
 
 def check_kernels(kernels: object) -> Kernels:
-    """Check an argument `kernels=`, or raise TypeError. None becomes `Kernels()`."""
+    """The argument `kernels=`, or TypeError. None becomes `Kernels()`."""
     if kernels is None:
         return _PORTABLE
     if isinstance(kernels, Kernels):
@@ -306,12 +276,11 @@ def check_kernels(kernels: object) -> Kernels:
 
 
 def _reads_float32_scales(operands: Operands) -> bool:
-    """Whether a matmul reads scales of whole tensors that bfloat16 would round."""
+    # XLA finds the scale of a whole tensor only in the dtype of the dequantized operand. Without
+    # excess precision it rounds the scale to that dtype, bfloat16, by up to 0.2 %.
     both = operands.lhs, operands.rhs
     in_one = all(quantizer.granularity.in_one for quantizer in both)
     return in_one and not all(quantizer.has_exact_scales for quantizer in both)
 
 
 _PORTABLE = Kernels()
-NO_SHAPE: Shape = (0, 0, 0)
-"""An argument for `Kernels.backends` without a chip, for which the shape does not matter."""

@@ -33,33 +33,19 @@ from jaxfp8.plan._kernels import Kernels, check_kernels
 from jaxfp8.recipes._presets import identity
 from jaxfp8.recipes._recipe import Recipe
 
-# The result of `roofline`: the cost of each matmul and of all casts, and a table of them.
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """The cost of one matmul, or of all casts, in a layer in bfloat16 and in the recipe.
-
-    `how` is text for tables: the route of the matmul, or bytes for each value that is cast.
-    """
+    """The cost of one matmul, or of all casts, in bfloat16 and in the recipe."""
 
     bf16: Cost
     recipe: Cost
-    how: str
-
-    @property
-    def speedup(self) -> float:
-        """Time in bfloat16 / time in the recipe."""
-        return self.bf16.seconds / self.recipe.seconds
+    how: str  # for tables: the route of the matmul, or bytes for each value that is cast
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """An estimate of one layer (M, K, N), forward and backward. `str()` is a table.
-
-    `casts` are amaxes, casts to FP8 and transpositions of x, w and g. In bfloat16 there are none.
-    `groups` is None for a dense layer.
-    """
+    """An estimate of one layer (M, K, N), forward and backward. `str()` is a table."""
 
     shape: Shape
     recipe: str
@@ -67,22 +53,20 @@ class Roofline:
     fprop: Part
     dgrad: Part
     wgrad: Part
-    casts: Part
+    casts: Part  # with amaxes and transpositions; none in bfloat16
     groups: int | None = None
 
     @property
     def total(self) -> Part:
         """The sum of the three matmuls and the casts."""
         parts = (self.fprop, self.dgrad, self.wgrad, self.casts)
-        bf16, recipe = (
-            sum((getattr(part, side) for part in parts), Cost()) for side in ("bf16", "recipe")
-        )
-        return Part(bf16=bf16, recipe=recipe, how="")
+        bf16 = sum((part.bf16 for part in parts), Cost())
+        return Part(bf16=bf16, recipe=sum((part.recipe for part in parts), Cost()), how="")
 
     @property
     def speedup(self) -> float:
         """Time in bfloat16 / time in the recipe. Below 1 the recipe is slower."""
-        return self.total.speedup
+        return self.total.bf16.seconds / self.total.recipe.seconds
 
     def __str__(self) -> str:
         m, k, n = self.shape
@@ -94,12 +78,12 @@ class Roofline:
         ]
         for name in (*MATMULS, "casts", "total"):
             part: Part = getattr(self, name)
-            flops, bf16, recipe = part.recipe.flops / 1e9, part.bf16, part.recipe
-            megabytes_and_us = (
-                bf16.bytes / 1e6, bf16.seconds * 1e6, recipe.bytes / 1e6, recipe.seconds * 1e6,
-            )  # fmt: skip
-            numbers = "".join(f"{number:10.1f}" for number in megabytes_and_us)
-            lines.append(f"{name:6}{flops:8.0f}{numbers}  {part.how}".rstrip())
+            numbers = "".join(
+                f"{cost.bytes / 1e6:10.1f}{cost.seconds * 1e6:10.1f}"
+                for cost in (part.bf16, part.recipe)
+            )
+            gflop = part.recipe.flops / 1e9
+            lines.append(f"{name:6}{gflop:8.0f}{numbers}  {part.how}".rstrip())
         return "\n".join(lines)
 
 
@@ -109,35 +93,23 @@ def roofline(
 ) -> Roofline:  # fmt: skip
     """Estimate how long a dense layer takes in a recipe and in bfloat16, forward and backward.
 
-    The result is an estimate. Nothing is measured, and nothing runs. One H200 measured a speed of
-    layers that was 1.2 to 1.3 times lower ("When FP8 pays" in docs/).
+    Nothing runs. One H200 measured a speed of layers that was 1.2 to 1.3 times lower ("When FP8
+    pays" in docs/). A kernel takes `max(flops / peak, bytes / bandwidth)`, plus a launch. Peak and
+    bandwidth are figures of data sheets, times the share that large kernels attain.
 
-    A kernel takes `max(flops / peak, bytes / bandwidth)`, plus a launch. Peak and bandwidth are
-    figures of data sheets, times the share that large kernels attain. `plan/_costs.py` has every
-    figure with its source, and the passes of each cast.
-
-    The estimate assumes:
-      - x, w and g are bfloat16, and so are y, dx and dw. Nothing else is fused with a cast.
-      - The kernels that `kernels.choices(recipe, shape)` names cast and multiply, compiled with
-        `kernels.compiler_options(recipe)`. Quantizer state is in its steady state.
-      - XLA reads a tensor once for its amax, and once to cast it. Scales of tiles need an amax for
-        each direction. Delayed scaling finds the amax in the cast.
-      - Ada and Hopper multiply FP8 with the contracted axis last on both sides, so XLA transposes.
-      - XLA multiplies tiles in bfloat16, and in a loop if scales are float32.
-      - Not counted: scales, padding, random bits, communication, rematerialization.
+    The kernels are those of `kernels.choices(recipe, shape)`, compiled with
+    `kernels.compiler_options(recipe)`. All tensors are bfloat16, and nothing else is fused with a
+    cast. Not counted: scales, padding, random bits, communication, rematerialization.
 
     Args:
-      shape: (M, K, N) on one device: tokens, features in, features out. The layer computes
-        y [M, N] = x [M, K] @ w [K, N].
+      shape: (M, K, N) of y [M, N] = x [M, K] @ w [K, N] on one device.
       recipe: a Recipe, made of the quantizers of `fp8.quantizers`.
-      kernels: for "h200", "h100", "b200", "l4", "l40s" or "a100". `fp8.Kernels("h200", casts="xla",
-        matmuls="xla")` estimates XLA's program without other kernels.
-      weight_casts: how often w is cast in a forward and backward pass. 1 is the default of a
-        matmul. It is 2 under `fp8.save_fp8_residuals()`, which casts w again. It is 1 / 8 if
-        `fp8.quantize_params` casts it once for 8 microbatches, and 0 for FP8 primary weights, which
-        the optimizer casts.
-      groups: the number of groups of `fp8.ragged_dot`. M is then the number of rows of all groups,
-        each with its own w. Groups of average size are assumed, padded by half a tile. In bfloat16
+      kernels: for "h200", "h100", "b200", "l4", "l40s" or "a100".
+      weight_casts: how often w is cast in a forward and backward pass. It is 2 under
+        `fp8.save_fp8_residuals()`, and 1 / 8 if `fp8.quantize_params` casts w once for 8
+        microbatches. It is 0 for FP8 primary weights, which the optimizer casts.
+      groups: the number of groups of `fp8.ragged_dot`, each with its own w. M is then the number of
+        rows of all groups. Groups of average size are assumed, padded by half a tile. In bfloat16
         one kernel multiplies all groups, without padding. Default: None, a dense layer.
 
     Returns:
@@ -175,12 +147,10 @@ def roofline(
     if groups is None:
         choices = kernels.choices(recipe, shape)
         names = {part: getattr(choices, part).backend for part in (*MATMULS, "x", "w", "g")}
-        for_groups = (*names.values(),)
     else:
         number, (tokens, k, n) = check_groups(groups), check_shape(shape)
         found = grouped_backends(chip.name, kernels.casts, kernels.matmuls, recipe, shape, number)
         names = {part: by[0] for part, by in found._asdict().items()}
-        for_groups = kernels_of(chip, grouped_matmul.BACKENDS)
         # (M, K, N) of a group of average size, and with half a tile of padding.
         plain = -(-tokens // number), k, n
         rows = plain[0] + tile_rows(tokens, number, recipe.whole_tiles, found) // 2
@@ -191,12 +161,10 @@ def roofline(
     for name in MATMULS:
         sides, size = sides_of(getattr(recipe, name)), matmul_sizes(padded)[name]
         routes[name] = route = route_of(sides, names[name], chip, size)
-        how = route.value
-        if names[name] in for_groups:
-            cost = matmul_cost(peak, route, size, sides, groups=number)
-        else:
-            cost, how = _loop_cost(recipe, name, route, chip, shape, number), f"{how}, in a loop"
         bf16 = matmul_cost(peak, Route.PLAIN, matmul_sizes(plain)[name], groups=number)
+        cost, how = matmul_cost(peak, route, size, sides, groups=number), route.value
+        if groups is not None and names[name] not in kernels_of(chip, grouped_matmul.BACKENDS):
+            cost, how = _loop_cost(recipe, name, route, chip, shape, number), f"{how}, in a loop"
         parts[name] = Part(bf16=bf16, recipe=cost, how=how)
     casts, said = Cost(), []
     for tensor, count in value_counts(padded).items():
@@ -217,26 +185,19 @@ def roofline(
 def _loop_cost(
     recipe: Recipe, name: Matmul, route: Route, chip: Chip, shape: Shape, groups: int
 ) -> Cost:
-    """The cost of XLA's loop over tiles of rows, for one of the three matmuls of experts.
-
-    A step takes the matrix of a group, multiplies a tile, and writes its rows. In wgrad it adds the
-    product of a tile to a sum in float32, and writes the sum as it is then.
-    """
+    """The cost of XLA's loop over tiles of rows, for one of the three matmuls of experts."""
     tokens, k, n = shape
     rows = tile_rows(tokens, groups, recipe.whole_tiles)  # without casts in Pallas
     peak, size = PEAKS[chip.name], matmul_sizes((rows, k, n))[name]
     one = matmul_cost(peak, route, size, sides_of(getattr(recipe, name)))
-    # In wgrad the float32 product and sum are read, and the sum is written in float32 and bfloat16.
+    # A step takes the matrix of a group, multiplies a tile, and writes its rows. In wgrad it reads
+    # the float32 product of a tile and the sum, and writes the sum in float32 and bfloat16.
     written = rows * (n if name == "fprop" else k)
     moved = (4 + 4 + 4 + 2) * k * n if name == "wgrad" else 2 * k * n + 4 * written
     return (one + kernel(peak, moved, launches=2)).times(tokens // rows + groups)
 
 
-# Arguments, checked.
-
-
 def _check_weight_casts(given: object) -> float:
-    """Raise ValueError unless it is a number of casts, 0 or more."""
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < 1000:
         raise ValueError(
             f"weight_casts={given!r} must be the number of casts of w in each forward and backward "
@@ -246,17 +207,14 @@ def _check_weight_casts(given: object) -> float:
 
 
 def check_groups(groups: object) -> int:
-    """The number of groups. ValueError unless it is a positive integer."""
+    """The number of groups, or ValueError."""
     if isinstance(groups, bool) or not isinstance(groups, Integral) or groups < 1:
         raise ValueError(f"groups={groups!r} must be a positive integer, the number of experts.")
     return int(groups)
 
 
 def check_estimable(kernels: Kernels) -> Chip:
-    """The chip to estimate for.
-
-    ValueError for kernels without a chip, for a chip without figures, and for "reference".
-    """
+    """The chip to estimate for, or ValueError."""
     given = check_kernels(kernels)
     if given.chip is None:
         raise ValueError(
@@ -272,18 +230,44 @@ def check_estimable(kernels: Kernels) -> Chip:
     return chip_named(given.chip)
 
 
-# `skip_slow`: a rule that chooses the recipe of a matmul from its shape.
-
-_BREAK_EVEN = 1.0
-"""The least speedup with which FP8 is kept: no loss."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SkipSlow:
-    """The rule that `skip_slow` returns: `rule(path, shape, recipe)`. It has its arguments."""
+    """A rule that leaves a matmul in high precision where FP8 is estimated to be slower.
+
+    `rule(path, shape, recipe)` returns the recipe that the matmul should use. It is the given one,
+    or `identity()` with the reason in its name. Each call prints its choice in one line. The rule
+    is hashable, and makes the same choice in every process.
+
+    Args:
+      kernels: the `fp8.Kernels` of the layers, for the chip that the program will run on.
+      at_least: the least `fp8.plan.roofline(...).speedup` that keeps the recipe. It leaves out the
+        operations around the matmul, so pass more than 1 to be safe.
+      tokens: M, the tokens that one device multiplies at once. Shapes are then those of weights,
+        (K, N). Default: None, shapes are (M, K, N).
+
+    Raises:
+      ValueError: for kernels without a chip, and for a chip without figures. Also if `at_least` or
+        `tokens` is not positive.
+      TypeError: if `kernels` is not a Kernels.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> from jaxfp8.linen import FP8Dense
+      >>> h200, recipe = fp8.Kernels("h200"), fp8.recipes.current()
+      >>> rule = fp8.plan.skip_slow(kernels=h200)
+      >>> up = FP8Dense(14336, recipe=rule("up", (8192, 4096, 14336), recipe), kernels=h200)
+      skip_slow: up [8192, 4096] @ [4096, 14336]: current estimated 1.719x on h200, kept
+      >>> gate = FP8Dense(64, recipe=rule("gate", (8192, 4096, 64), recipe))
+      skip_slow: gate [8192, 4096] @ [4096, 64]: current estimated 0.517x on h200, below 1: identity
+      >>> gate.recipe.name
+      'identity (skip_slow: current 0.517x on h200)'
+
+    References:
+      torchao, `_auto_filter_for_recipe`, a filter by fixed shapes.
+    """
 
     kernels: Kernels
-    at_least: float = _BREAK_EVEN
+    at_least: float = 1.0
     tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -317,44 +301,4 @@ class SkipSlow:
         return dataclasses.replace(identity(), name=skipped) if slow else recipe
 
 
-def skip_slow(
-    *, kernels: Kernels, at_least: float = _BREAK_EVEN, tokens: int | None = None
-) -> SkipSlow:
-    """A rule that leaves a matmul in high precision where FP8 is estimated to be slower.
-
-    `fp8.plan.roofline` makes the estimate. It counts casts, but not the random bits of stochastic
-    rounding.
-
-    `rule(path, shape, recipe)` returns the recipe that the matmul should use. It is the given one,
-    or `identity()` with the reason in its name. Each call prints its choice in one line. The rule
-    is a frozen and hashable dataclass. It acts only where you call it, and makes the same choice in
-    every process.
-
-    Args:
-      kernels: the `fp8.Kernels` of the layers, for the chip that the program will run on.
-      at_least: the least estimated bf16 time / FP8 time that keeps the recipe. Default: 1.0. An
-        estimate leaves out the operations around the matmul, so pass more than 1 to be safe.
-      tokens: M, the tokens that one device multiplies at once. Pass it if your code has only the
-        shapes of weights. Shapes are then (K, N). Default: None, shapes are (M, K, N).
-
-    Raises:
-      ValueError: for kernels without a chip, and for a chip without figures. Also if `at_least` or
-        `tokens` is not positive.
-      TypeError: if `kernels` is not a Kernels.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> from jaxfp8.linen import FP8Dense
-      >>> h200, recipe = fp8.Kernels("h200"), fp8.recipes.current()
-      >>> rule = fp8.plan.skip_slow(kernels=h200)
-      >>> up = FP8Dense(14336, recipe=rule("up", (8192, 4096, 14336), recipe), kernels=h200)
-      skip_slow: up [8192, 4096] @ [4096, 14336]: current estimated 1.719x on h200, kept
-      >>> gate = FP8Dense(64, recipe=rule("gate", (8192, 4096, 64), recipe))
-      skip_slow: gate [8192, 4096] @ [4096, 64]: current estimated 0.517x on h200, below 1: identity
-      >>> gate.recipe.name
-      'identity (skip_slow: current 0.517x on h200)'
-
-    References:
-      `fp8.plan.roofline`; torchao, `_auto_filter_for_recipe`, a filter by fixed shapes.
-    """
-    return SkipSlow(kernels=kernels, at_least=at_least, tokens=tokens)
+skip_slow = SkipSlow
