@@ -271,7 +271,7 @@ def check_kernels(kernels: object) -> Kernels:
     chip = kernels if isinstance(kernels, str) and kernels in CHIPS else "h200"
     raise TypeError(
         f"kernels={kernels!r} is of type {type(kernels).__name__}, but Kernels are needed. Write "
-        f"for instance kernels=fp8.Kernels({chip!r})."
+        f"kernels=fp8.Kernels({chip!r})."
     )
 
 

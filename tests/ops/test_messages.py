@@ -109,7 +109,7 @@ MESSAGES = {
         lambda: dot(kernels=fp8.Kernels),
         "kernels=<class",
         "of type type",
-        'fp8.Kernels("h200")',
+        "fp8.Kernels('h200')",
     ),
     "chip in place of kernels": Message(
         TypeError,
@@ -123,7 +123,7 @@ MESSAGES = {
         lambda: dot(kernels=fp8.plan.Timings(chip="h200", device="", versions=(), times=())),
         "kernels=Timings(",
         "of type Timings",
-        'fp8.Kernels("h200")',
+        "fp8.Kernels('h200')",
     ),
     "class of prologues": Message(
         TypeError,
