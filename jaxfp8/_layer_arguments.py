@@ -1,9 +1,9 @@
-"""What the arguments of layers mean, told once for flax.linen and flax.nnx.
+"""What the arguments of layers mean, written once for flax.linen and flax.nnx.
 
 Args:
   use_bias: whether the layer adds a bias.
-  dtype: dtype that input, kernel and bias are converted to before the cast to FP8. Without
-    `preferred_element_type` it is also the dtype of the result. Default: None, the dtype that these
+  dtype: dtype that input, kernel and bias are converted to before the cast to FP8. The result has
+    it, too, unless the layer has a `preferred_element_type`. Default: None, the dtype that these
     arrays promote to.
   param_dtype: dtype in which kernel and bias are stored.
   precision: None or "default" lets Hopper accumulate fast in the forward matmul. "high" or

@@ -2,7 +2,8 @@
 
 `kernel` is the only function of seconds: max(operations / rate, bytes / bandwidth), and launches. A
 matmul is one kernel, and some routes add a pass. A cast is passes over its tensor, of some bytes a
-value. Scales and padding are not counted, nor what XLA does differently with small arrays.
+value. What XLA does differently with small arrays is not counted. Of scales and padding only those
+of block-scaled matmuls are, and the copy by which Hopper's kernel pads K to 128.
 
 Letters: M, K, N are the sizes of one matmul [M, K] @ [K, N].
 """

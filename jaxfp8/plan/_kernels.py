@@ -86,8 +86,10 @@ class Kernels:
       chip: "h100", "h200", "b200", "l4", "l40s", "a100", "mi300x", "tpu", "cpu", or None for every
         chip. jaxfp8 never detects the chip, so all processes compile the same program.
       casts: name of the backend of all casts: "xla", "mosaic" (Pallas), "triton", or "reference"
-        (for tests). If a named backend cannot do a case, it raises an error. None: by estimates.
-      matmuls: name of the backend of all matmuls: "xla", "mosaic", "cudnn" or "reference".
+        (for tests). If a named backend cannot do a case, it raises an error. None: Pallas for tiles
+        on Hopper and Blackwell, else XLA.
+      matmuls: name of the backend of all matmuls: "xla", "mosaic", "cudnn" or "reference". None:
+        by estimates.
       timings: measured times of matmuls, from `fp8.plan.autotune`. A matmul with a time uses its
         fastest backend. Estimates choose for other matmuls, and for casts, which are not timed.
 

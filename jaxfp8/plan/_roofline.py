@@ -42,6 +42,11 @@ class Part:
     recipe: Cost
     how: str  # for tables: the route of the matmul, or bytes for each value that is cast
 
+    @property
+    def speedup(self) -> float:
+        """Time in bfloat16 / time in the recipe."""
+        return self.bf16.seconds / self.recipe.seconds
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roofline:
@@ -66,7 +71,7 @@ class Roofline:
     @property
     def speedup(self) -> float:
         """Time in bfloat16 / time in the recipe. Below 1 the recipe is slower."""
-        return self.total.bf16.seconds / self.total.recipe.seconds
+        return self.total.speedup
 
     def __str__(self) -> str:
         m, k, n = self.shape
@@ -99,7 +104,8 @@ def roofline(
 
     The kernels are those of `kernels.choices(recipe, shape)`, compiled with
     `kernels.compiler_options(recipe)`. All tensors are bfloat16, and nothing else is fused with a
-    cast. Not counted: scales, padding, random bits, communication, rematerialization.
+    cast. Not counted: random bits, communication, rematerialization. "When FP8 pays" says which
+    scales and which padding count.
 
     Args:
       shape: (M, K, N) of y [M, N] = x [M, K] @ w [K, N] on one device.

@@ -16,7 +16,6 @@ class Smoothed(AbstractQuantizer):
     stateful: ClassVar[bool] = True
     value_format: fp8.quantizers.Format = fp8.E4M3
     decay: float = 0.5
-    granularity: fp8.PerTensor = fp8.PerTensor()
 
     def update(self, row, amax):
         usable, before = jnp.isfinite(amax) & (amax > 0), row.amax_history[..., 0]

@@ -41,7 +41,7 @@ REFUSED = [
 @pytest.mark.parametrize(("way", "layers", "axis"), REFUSED)
 def test_along_another_axis(way, layers, axis):
     """No shape of a state tells three layers from three rows, and it is refused all the same."""
-    with pytest.raises(ValueError, match="stacked along leading axes|1024"):
+    with pytest.raises(ValueError, match=r"stacked along leading axes|1024"):
         train(way, layers, axis)
 
 
