@@ -38,7 +38,7 @@ from jaxfp8.state._state import LEAVES, RESTORED, MatmulState, describe_node
 # The tag is one of 8 levels: a hash of the newest amax and the scale of the row. A mean of states
 # has the mean of their tags, but needs the tag of its own amax and scale. It has that by chance in
 # about 1 of 8 rows. The states of one step differ in the rows of x and g, and all rows must pass.
-# So one matmul hides a mean in about 1 of 60 steps, two matmuls in 1 of 4000.
+# So one matmul hides a mean in about 1 of 50 steps, two matmuls in 1 of 2500.
 
 _UNIT = 2.0**-23
 """What a tag of 1 adds to a fingerprint: the last bit of a float32 in [1, 2)."""

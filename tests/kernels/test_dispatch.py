@@ -193,15 +193,20 @@ ROWS, COLUMNS = tensor(2, 2, granularity=fp8.PerAxis(0)), tensor(2, 2, granulari
             (
                 "kernels='mosaic' is of type str",
                 "Kernels are needed",
-                "Write for instance kernels=fp8.Kernels(",
+                "Write kernels=fp8.Kernels(",
             ),
         ),
-        (TypeError, (T, T), {"chop": "h200"}, ("fp8.scaled_matmul has no option chop='h200'",)),
+        (
+            TypeError,
+            (T, T),
+            {"chop": "h200"},
+            ("scaled_matmul() got an unexpected keyword argument 'chop'",),
+        ),
         (
             TypeError,
             (T, T),
             {"chip": "h200"},
-            ("fp8.scaled_matmul has no option chip='h200'",),
+            ("scaled_matmul() got an unexpected keyword argument 'chip'",),
         ),
         (
             TypeError,

@@ -133,12 +133,9 @@ def haliax_op(monkeypatch):
     monkeypatch.setattr(
         "jaxfp8.plugs.haliax.import_guest", lambda module, package: packages[module]
     )
-    caches = haliax._base, haliax._operation
-    for cache in caches:
-        cache.cache_clear()
+    haliax._operations.cache_clear()
     yield haliax.dot_general_op(fp8.recipes.delayed())
-    for cache in caches:
-        cache.cache_clear()
+    haliax._operations.cache_clear()
 
 
 def test_haliax_s_state_survives_levanter_s_cast(haliax_op):
@@ -217,7 +214,7 @@ def test_a_plug_without_its_framework(name, monkeypatch):
     monkeypatch.setattr(
         f"jaxfp8.plugs.{name}.import_guest", lambda module, package: import_guest("absent", name)
     )
-    for cached in ("_layer", "_base", "_operation"):
+    for cached in ("_layer", "_operations"):
         if function := getattr(__import__(f"jaxfp8.plugs.{name}", fromlist=[name]), cached, None):
             function.cache_clear()
     with pytest.raises(ImportError, match=f"pip install {name}"):
