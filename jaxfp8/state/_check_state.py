@@ -143,9 +143,7 @@ _PLACES_SHOWN = 6
 
 
 def _parts_of(state: PyTree, like: PyTree) -> list[tuple[Path, str, MatmulState, Any]]:
-    """For each state of `like`: its path of names, its place in messages, the state, and the node
-    of `state` in that place.
-    """
+    """For each state of `like` its path, its place in messages, itself, and the node of `state`."""
     wanted: dict[Path, tuple[str, Any]] = {}
     for path, node in jax.tree_util.tree_flatten_with_path(like, is_leaf=is_state)[0]:
         place = jax.tree_util.keystr(path) or "the state"
