@@ -143,6 +143,11 @@ class OddRow(Smoothed):
 
 
 @dataclasses.dataclass(frozen=True)
+class InRows(Smoothed):
+    granularity: fp8.quantizers.PerRow = fp8.quantizers.PerRow()
+
+
+@dataclasses.dataclass(frozen=True)
 class Ignored(Smoothed):
     room: float = dataclasses.field(default=1.0, compare=False)
 
@@ -199,8 +204,8 @@ MISTAKES = {
     ),
     "rows": (
         ValueError,
-        lambda: operands(Smoothed(granularity=fp8.quantizers.PerRow())),
-        ("lhs", "PerRow()", "use PerTensor()"),
+        lambda: operands(InRows()),
+        ("lhs", "InRows", "PerRow()", "use PerTensor()"),
     ),
     "a field that does not compare": (
         TypeError,
