@@ -8,12 +8,13 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfp8._check import check_bool, check_int, check_one_of, check_type
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.comms._collectives import Slices, exchange, gather, sum_in_order
 from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._exact import LARGEST, factors_of
-from jaxfp8.numerics._formats import E4M3, VALUE_FORMATS, Format
+from jaxfp8.numerics._formats import E4M3, Format, check_value_format
 from jaxfp8.numerics._granularity import PerAxis
 from jaxfp8.numerics._rounding import saturating_cast
 from jaxfp8.numerics._scale import ScaleRule
@@ -44,7 +45,7 @@ class BFloat16Sum:
     group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        _check_count(self, "min_size", least=0)
+        check_int("min_size", self.min_size, least=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,14 +83,10 @@ class TwoPhaseFP8:
     min_size: int = 4096
 
     def __post_init__(self) -> None:
-        _check_format(self)
-        _check_count(self, "group", least=1)
-        _check_count(self, "min_size", least=0)
-        if not isinstance(self.scale, ScaleRule):
-            raise TypeError(
-                f"TwoPhaseFP8(scale={self.scale!r}): scale must be a ScaleRule. Write "
-                "scale=fp8.ScaleRule(power_of_two=True)."
-            )
+        check_value_format(self.format)
+        check_int("group", self.group)
+        check_int("min_size", self.min_size, least=0)
+        check_type("scale", self.scale, ScaleRule, "fp8.ScaleRule(power_of_two=True), for instance")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,19 +139,13 @@ class AutoScaledFP8:
     group: ClassVar[int] = 128  # a slice is a number of whole groups
 
     def __post_init__(self) -> None:
-        _check_format(self)
-        _check_count(self, "growth_steps", least=1)
-        _check_count(self, "patience", least=0)
-        _check_count(self, "min_size", least=0)
-        for field, known in (("scaling", Scaling), ("reduction", Reduction)):
-            if (value := getattr(self, field)) not in get_args(known):
-                raise ValueError(
-                    f"AutoScaledFP8({field}={value!r}) is unknown. Use one of {get_args(known)}."
-                )
-        if not isinstance(self.power_of_two, bool):
-            raise TypeError(
-                f"AutoScaledFP8(power_of_two={self.power_of_two!r}) must be True or False."
-            )
+        check_value_format(self.format)
+        check_int("growth_steps", self.growth_steps)
+        check_int("patience", self.patience, least=0)
+        check_int("min_size", self.min_size, least=0)
+        check_one_of("scaling", self.scaling, get_args(Scaling))
+        check_one_of("reduction", self.reduction, get_args(Reduction))
+        check_bool("power_of_two", self.power_of_two)
         if not 0 <= self.max_saturated < 1:
             raise ValueError(
                 f"AutoScaledFP8(max_saturated={self.max_saturated!r}) must be a share of at least "
@@ -167,28 +158,8 @@ SumMethod: TypeAlias = BFloat16Sum | TwoPhaseFP8 | AutoScaledFP8
 
 def check_method(method: Any) -> None:
     """Raise TypeError if `method` is not one of the methods."""
-    if not isinstance(method, SumMethod):
-        raise TypeError(
-            f"method={method!r} is no way to sum gradients. Pass BFloat16Sum(), TwoPhaseFP8() or "
-            "AutoScaledFP8() of fp8.comms."
-        )
-
-
-def _check_format(method: TwoPhaseFP8 | AutoScaledFP8) -> None:
-    if method.format not in VALUE_FORMATS:
-        raise ValueError(
-            f"{type(method).__name__}(format={method.format!r}) holds no values. Use one of "
-            f"{list(VALUE_FORMATS)}."
-        )
-
-
-def _check_count(method: Any, field: str, *, least: int) -> None:
-    value = getattr(method, field)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(
-            f"{type(method).__name__}({field}={value!r}) must be an integer of at least {least}. "
-            f"The default is {type(method).__dataclass_fields__[field].default}."
-        )
+    known = "BFloat16Sum(), TwoPhaseFP8() or AutoScaledFP8() of fp8.comms"
+    check_type("method", method, SumMethod, known)
 
 
 # How sums of finite gradients stay finite.

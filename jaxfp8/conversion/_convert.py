@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 
 from jaxfp8._call import Example, check_options
+from jaxfp8._check import check_int, check_type
 from jaxfp8.conversion import _linen, _nnx
 from jaxfp8.conversion._coverage import Coverage, CoverageRow
 from jaxfp8.conversion._foreign import Compute, Foreign
@@ -357,8 +358,7 @@ def _ends_of(stacks: list[list[str]], first: int, last: int) -> frozenset[str]:
     ValueError if a number is negative, if the model has no stack, or if no block would be left.
     """
     for name, number in (("keep_first", first), ("keep_last", last)):
-        if type(number) is not int or number < 0:
-            raise ValueError(f"{name}={number!r} must be a number of blocks, 0 or more.")
+        check_int(name, number, "a number of blocks", least=0)
     if first == last == 0:
         return frozenset()
     if not stacks:
@@ -380,11 +380,8 @@ def _ends_of(stacks: list[list[str]], first: int, last: int) -> frozenset[str]:
 
 def _read_layers(layers: Mapping[type, Compute]) -> Foreign:
     """The pairs of `layers=`. TypeError unless they are classes and functions."""
-    if not isinstance(layers, Mapping):
-        raise TypeError(
-            f"layers={layers!r} must map classes of layers to functions: "
-            "{Einsum: lambda layer, einsum, x: einsum(layer.equation, x, layer.w)}."
-        )
+    example = "{Einsum: lambda layer, einsum, x: einsum(layer.equation, x, layer.w)}"
+    check_type("layers", layers, Mapping, f"a dict of classes and functions: {example}")
     for kind, compute in layers.items():
         if not isinstance(kind, type) or not callable(compute):
             raise TypeError(

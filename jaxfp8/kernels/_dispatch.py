@@ -20,6 +20,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.lax import platform_dependent
 from jax.sharding import AbstractMesh
 
+from jaxfp8._check import check_one_of
 from jaxfp8.sharding._amax import varying_axes, varying_axes_of_type
 
 # A kernel for one platform and its replacement on the others, in one program.
@@ -301,8 +302,7 @@ CHIPS = {
 
 def chip_named(name: str) -> Chip:
     """The chip with this name. ValueError for a name that is not in `CHIPS`."""
-    if not isinstance(name, str) or name not in CHIPS:
-        raise ValueError(f"chip={name!r} is unknown; use one of {sorted(CHIPS)}.")
+    check_one_of("chip", name, sorted(CHIPS))
     return CHIPS[name]
 
 

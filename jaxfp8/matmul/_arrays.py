@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxfp8._check import check_bool
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, Matmul, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
@@ -57,8 +58,7 @@ def save_fp8_residuals(*, inputs: bool = True, weights: bool = False) -> Callabl
       >>> block = jax.checkpoint(lambda x: x, policy=fp8.save_fp8_residuals())
     """
     for name, given in (("inputs", inputs), ("weights", weights)):
-        if not isinstance(given, bool):
-            raise TypeError(f"{name}={given!r} must be True or False.")
+        check_bool(name, given)
     names = [_AMAX, *([_RESIDUAL] if inputs else []), *([_WEIGHT] if weights else [])]
     return jax.checkpoint_policies.save_only_these_names(*names)
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfp8._check import check_type
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, Matmul, Tensor
 from jaxfp8.numerics._amax import magnitude
@@ -133,8 +134,7 @@ def watch_casts(receive: Receive) -> Iterator[None]:
 
 def name_of_call(given: str | None) -> str | None:
     """The name of a matmul: `name=` of the call, or the line of code that calls it."""
-    if given is not None and not isinstance(given, str):
-        raise TypeError(f"name={given!r} must be a string, for instance name='mlp/up'.")
+    check_type("name", given, str | None, "a string, for instance 'mlp/up'")
     if not _watched.value:
         return None  # equal layers share their traces, so no name is part of the call
     frames = [

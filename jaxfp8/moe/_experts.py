@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
+from jaxfp8._check import check_bool, check_type
 from jaxfp8._typing import Array, ArrayLike, PyTree
 from jaxfp8.matmul._options import as_array, check_float, check_high_precision, read_options
 from jaxfp8.numerics._per_block import is_explicit
@@ -79,8 +80,7 @@ class ExpertParallel:
             )
         check_capacity_factor(self.capacity_factor)
         for name in ("sent_in_fp8", "gradient_sent_in_fp8"):
-            if type(getattr(self, name)) is not bool:
-                raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
+            check_bool(name, getattr(self, name))
 
     def axes_to_enter(self, x: Array) -> tuple[str, ...] | None:
         """The mesh axes that split tokens x [T, ...], to enter `jax.shard_map`. None: stay outside.
@@ -134,11 +134,8 @@ class ExpertParallel:
 
 def check_parallel(parallel: object) -> None:
     """Raise TypeError unless the argument is an `ExpertParallel`, or None."""
-    if parallel is not None and not isinstance(parallel, ExpertParallel):
-        raise TypeError(
-            f"parallel={parallel!r} must be an fp8.moe.ExpertParallel, or None if every device has "
-            "all experts."
-        )
+    needed = "an fp8.moe.ExpertParallel, or None if every device has all experts"
+    check_type("parallel", parallel, ExpertParallel | None, needed)
 
 
 # `swiglu_experts`: the experts of a mixture, from the choices of a router to the result.

@@ -1,15 +1,16 @@
 """`apply_mixture`: a layer of experts without its parameters, which linen and nnx share."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfp8._check import check_int, check_one_of
 from jaxfp8._typing import Array, ArrayLike, PyTree
 from jaxfp8.matmul._options import check_float
 from jaxfp8.moe._experts import ExpertParallel, check_clamp, check_parallel, swiglu_experts
-from jaxfp8.moe._router import Scores, check_scores, load, load_balancing_loss, top_k, z_loss
+from jaxfp8.moe._router import Scores, load, load_balancing_loss, top_k, z_loss
 from jaxfp8.numerics._per_block import is_explicit, merge_axes
 from jaxfp8.ops._dispatch_matmul import check_experts
 from jaxfp8.recipes._recipe import Recipe
@@ -113,12 +114,11 @@ def check_mixture(
     for name, size, least in (
         ("experts", experts, 1), ("hidden", hidden, 1), ("k", k, 1), ("shared", shared, 0),
     ):  # fmt: skip
-        if type(size) is not int or size < least:
-            raise ValueError(f"{name}={size!r} must be an integer, {least} or more.")
+        check_int(name, size, least=least)
     if k > experts:
         raise ValueError(f"k={k} is more than experts={experts}. Each choice is another expert.")
     check_parallel(parallel)
-    check_scores(scores)
+    check_one_of("scores", scores, get_args(Scores))
     check_clamp(clamp)
 
 

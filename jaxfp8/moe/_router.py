@@ -5,12 +5,13 @@ Everything here is in float32, whatever the dtype of the logits.
 Letters: T tokens, E experts, k choices of a token.
 """
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfp8._check import check_one_of
 from jaxfp8._typing import Array, ArrayLike
 from jaxfp8.matmul._options import check_float
 from jaxfp8.ops._dispatch_matmul import check_choices, to_int32
@@ -69,7 +70,7 @@ def top_k(
         raise ValueError(
             f"k={k!r} must be an integer from 1 to the number of experts, {logits.shape[1]}."
         )
-    check_scores(scores)
+    check_one_of("scores", scores, get_args(Scores))
     score = jax.nn.softmax(logits, axis=1) if scores == "softmax" else jax.nn.sigmoid(logits)
     gates, chosen = lax.top_k(score, k)
     if normalized:
@@ -77,12 +78,6 @@ def top_k(
         total = jnp.sum(gates, axis=1, keepdims=True)
         gates = gates / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     return Choices(gates, chosen)
-
-
-def check_scores(scores: object) -> None:
-    """Raise ValueError unless the argument is one of `Scores`."""
-    if scores not in ("softmax", "sigmoid"):
-        raise ValueError(f'scores={scores!r} must be "softmax" or "sigmoid".')
 
 
 def load(chosen: ArrayLike, experts: int, *, axes: tuple[str, ...] = ()) -> Array:

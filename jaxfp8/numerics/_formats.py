@@ -87,6 +87,12 @@ def format_of(dtype: DType) -> Format:
     )
 
 
+def check_value_format(format: object) -> None:
+    """Raise ValueError unless values can be stored in the format."""
+    if format not in VALUE_FORMATS:
+        raise ValueError(f"format={format!r} cannot hold values; use one of {list(VALUE_FORMATS)}.")
+
+
 # The dtypes that go into a cast and come out of a matmul.
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")

@@ -12,13 +12,14 @@ References:
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxfp8._check import check_one_of
 from jaxfp8._typing import Array, PyTree, Rounding
 from jaxfp8.numerics._exact import TINY, constant_like, is_finite, power_of_two, to_float32, widen
 from jaxfp8.numerics._formats import Format
@@ -62,8 +63,7 @@ def saturating_cast(
       >>> saturating_cast(x, jnp.float32(1.0), fp8.E4M3).astype(jnp.float32)
       Array([ 3.125e-01,  4.480e+02, -4.480e+02], dtype=float32)
     """
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"rounding={rounding!r} is unknown; use 'nearest' or 'stochastic'.")
+    check_one_of("rounding", rounding, get_args(Rounding))
     if (rounding == "stochastic") != (key is not None):
         raise ValueError(
             f"rounding={rounding!r} was called with key={'given' if key is not None else None}. "

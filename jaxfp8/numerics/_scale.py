@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxfp8._check import check_bool, check_one_of
 from jaxfp8._typing import Array, ScaleRounding
 from jaxfp8.numerics._exact import (
     BIAS,
@@ -117,16 +118,12 @@ class ScaleRule:
     scale_rounding: ScaleRounding = "rceil"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.power_of_two, bool):
-            raise TypeError(f"power_of_two={self.power_of_two!r} must be True or False.")
+        check_bool("power_of_two", self.power_of_two)
         if self.scale_format not in (None, E8M0):
             raise ValueError(
                 f"scale_format={self.scale_format!r} holds no scales; use None (float32) or E8M0."
             )
-        if self.scale_rounding not in ("rceil", "floor"):
-            raise ValueError(
-                f"scale_rounding={self.scale_rounding!r} is unknown; use 'rceil' or 'floor'."
-            )
+        check_one_of("scale_rounding", self.scale_rounding, ("rceil", "floor"))
         if self.scale_rounding != "rceil" and self.scale_format is None:
             raise ValueError(
                 f"scale_rounding={self.scale_rounding!r} needs E8M0 scales; pass scale_format=E8M0 "

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfp8._check import check_int, check_type
 from jaxfp8._typing import Array, ArrayLike, DType, FP8StateError, Tensor
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.matmul._arrays import Arrays, QuantizerArrays, Rows
@@ -206,8 +207,7 @@ def _operands(
     how: Options,
 ) -> tuple[Array, Array]:
     """The operands, checked. x has as many rows as the route has tokens or rows."""
-    if not isinstance(route, Route):
-        raise TypeError(f"route={route!r} is no Route. Make it with fp8.moe.route(chosen, ...).")
+    check_type("route", route, Route, "what fp8.moe.route(chosen, ...) returned")
     rows: int = getattr(route, count)
     check_high_precision(function, w=w)
     (x,), w = check_operands(x, w, recipe)
@@ -393,8 +393,7 @@ def to_int32(chosen: Array, experts: int) -> Array:
 
 def _checked(given: ArrayLike, experts: int) -> Array:
     """The choices as i32[T, k]."""
-    if type(experts) is not int or experts < 1:
-        raise ValueError(f"experts={experts!r} must be the number of experts, 1 or more.")
+    check_int("experts", experts)
     chosen = check_choices(given)
     if not all(isinstance(size, int) for size in chosen.shape):
         raise ValueError(

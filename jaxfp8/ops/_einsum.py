@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import opt_einsum
 
+from jaxfp8._check import check_type
 from jaxfp8._typing import Array, Axes, DotDimensionNumbers, DType
 from jaxfp8.matmul._given import check_whole_axis
 from jaxfp8.matmul._options import MatmulOptions, check_operands, read_options
@@ -55,8 +56,7 @@ class _Equation(NamedTuple):
 
 def parse_equation(text: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> _Equation:
     """The equation of two operands of these shapes, as `jnp.einsum` reads it."""
-    if not isinstance(text, str):
-        raise TypeError(f"equation={text!r} must be a string. Write for instance 'bd,dk->bk'.")
+    check_type("equation", text, str, "a string, for instance 'bd,dk->bk'")
     shapes = {"lhs": lhs_shape, "rhs": rhs_shape}
     given = f"equation {text!r} of lhs {list(lhs_shape)} and rhs {list(rhs_shape)}"
     if text.count(",") != 1:

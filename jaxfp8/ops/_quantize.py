@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8._call import check_options
+from jaxfp8._check import check_bool
 from jaxfp8._geometry import Geometry, OperandAxes, check_dimension_numbers
 from jaxfp8._quantized_tensor import Cast, Direction, QuantizedTensor, validate
 from jaxfp8._typing import (
@@ -26,13 +27,19 @@ from jaxfp8.kernels.scaled_matmul._api import multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.matmul._options import check_arrays, check_float
 from jaxfp8.numerics._exact import TINY
-from jaxfp8.numerics._formats import E5M2, FLOAT_DTYPES, Format, check_out_dtype, product_dtype
+from jaxfp8.numerics._formats import (
+    E5M2,
+    FLOAT_DTYPES,
+    Format,
+    check_out_dtype,
+    check_value_format,
+    product_dtype,
+)
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
 from jaxfp8.numerics._rounding import undifferentiable
 from jaxfp8.numerics._scale import ScaleRule, inverse
 from jaxfp8.plan._kernels import Kernels, check_kernels
 from jaxfp8.prologues._prologue import AbstractPrologue, produce
-from jaxfp8.quantizers._base import check_bool, check_value_format
 
 # `scaled_matmul`: two QuantizedTensors in, high precision out.
 

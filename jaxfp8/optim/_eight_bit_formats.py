@@ -6,12 +6,13 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfp8._check import check_int
 from jaxfp8._quantized_tensor import Cast, Direction, QuantizedTensor
 from jaxfp8._typing import Array, DType, Rounding
 from jaxfp8.kernels.cast._api import KnownScale, cast_copies
 from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._exact import TINY, divide
-from jaxfp8.numerics._formats import E4M3, Format
+from jaxfp8.numerics._formats import E4M3, Format, check_value_format
 from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.numerics._scale import ScaleRule
@@ -28,7 +29,6 @@ from jaxfp8.optim._moment_formats import (
     shared_axes,
     thresholds,
 )
-from jaxfp8.quantizers._base import check_value_format
 from jaxfp8.sharding._amax import manual_axes, pmax, types_show_varying, varying_axes
 
 # Moments and master weights in FP8, with one scale for a tensor.
@@ -75,7 +75,7 @@ class FP8(AbstractMaster, AbstractMomentFormat):
     def __post_init__(self) -> None:
         check_value_format(self.format)
         check_rounding(self.rounding)
-        _check_size("min_size", self.min_size, least=0)
+        check_int("min_size", self.min_size, least=0)
 
     def pack(
         self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
@@ -203,8 +203,8 @@ class Int8(AbstractMomentFormat):
     min_size: int = _SMALL
 
     def __post_init__(self) -> None:
-        _check_size("group", self.group, least=2)
-        _check_size("min_size", self.min_size, least=0)
+        check_int("group", self.group, least=2)
+        check_int("min_size", self.min_size, least=0)
 
     def pack(
         self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
@@ -276,8 +276,8 @@ class ExpandedFP8(AbstractMomentFormat):
     min_size: int = _SMALL
 
     def __post_init__(self) -> None:
-        _check_size("group", self.group, least=2)
-        _check_size("min_size", self.min_size, least=0)
+        check_int("group", self.group, least=2)
+        check_int("min_size", self.min_size, least=0)
 
     def pack(
         self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
@@ -352,9 +352,3 @@ def _relative(x: Array, tile: PerBlock) -> tuple[Array, Array]:
     n = magnitude * tile.expand(smaller, x.shape) * tile.expand(inverse, x.shape)
     n = jnp.where((magnitude >= TINY) & tile.expand(finite, x.shape), jnp.minimum(n, 1), 0)
     return jnp.where(finite, largest, jnp.nan), n
-
-
-def _check_size(name: str, size: object, *, least: int) -> None:
-    """Raise ValueError unless it is an integer of at least `least`."""
-    if type(size) is not int or size < least:
-        raise ValueError(f"{name}={size!r} must be an integer of at least {least}.")

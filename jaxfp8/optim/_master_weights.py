@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxfp8._check import check_type
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.numerics._formats import E4M3, E5M2
 from jaxfp8.ops._quantize_params import path_name, requantize
@@ -230,11 +231,8 @@ def with_master_weights(
       >>> params["w"]
       Array([0.996094, 0.996094], dtype=bfloat16)
     """
-    if not isinstance(master, AbstractMaster):
-        raise TypeError(
-            f"master={master!r} is no kind of master weight; use Float32(), BFloat16Plus(bits=16), "
-            "BFloat16Plus(bits=8) or Float16()."
-        )
+    kinds = "Float32(), BFloat16Plus(bits=16), BFloat16Plus(bits=8) or Float16()"
+    check_type("master", master, AbstractMaster, kinds)
     master.check_master()
     inner = optax.with_extra_args_support(tx)
 

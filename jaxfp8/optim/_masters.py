@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxfp8._check import check_one_of
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.numerics._exact import BIAS, power_of_two
 from jaxfp8.optim._moment_formats import (
@@ -244,8 +245,7 @@ class BFloat16Plus(AbstractMaster):
     state: ClassVar[type[MasterState]] = BFloat16PlusState
 
     def __post_init__(self) -> None:
-        if type(self.bits) is not int or self.bits not in (8, 16):
-            raise ValueError(f"bits={self.bits!r} is no size of a remainder; use 16 or 8.")
+        check_one_of("bits", self.bits, (16, 8))
 
     def store(
         self, master: Array, weight_dtype: DType | None, old: Any = None

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxfp8._check import check_one_of
 from jaxfp8._typing import Array, DType
 from jaxfp8.sharding._amax import manual_axes, types_show_varying, varying_axes
 
@@ -279,5 +280,4 @@ def check_rounding(rounding: object) -> None:
             "rounding='nearest': small moments would never decay, because 0.9 of a small code is "
             "nearest to that code again. Use 'dithered', the default, or 'stochastic'."
         )
-    if rounding not in ("dithered", "stochastic"):
-        raise ValueError(f"rounding={rounding!r} is unknown; use 'dithered' or 'stochastic'.")
+    check_one_of("rounding", rounding, ("dithered", "stochastic"))

@@ -7,6 +7,7 @@ import dataclasses
 from numbers import Integral
 from typing import Any
 
+from jaxfp8._check import check_int
 from jaxfp8._typing import Matmul
 from jaxfp8.kernels._dispatch import Chip, Route, chip_named, kernels_of
 from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
@@ -283,11 +284,8 @@ class SkipSlow:
                 f"at_least={self.at_least!r} must be a positive number, bf16 time / FP8 time. "
                 "Write at_least=1.0 for break-even."
             )
-        if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
-            raise ValueError(
-                f"tokens={self.tokens!r} must be a positive integer. Write tokens=None if shapes "
-                "are (M, K, N)."
-            )
+        if self.tokens is not None:
+            check_int("tokens", self.tokens)
 
     def __call__(self, path: str, shape: tuple[int, ...], recipe: Recipe) -> Recipe:
         """`recipe`, or identity with the reason in its name. One printed line names `path`."""

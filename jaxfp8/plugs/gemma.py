@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Unpack
 import flax.linen as nn
 import jax
 
+from jaxfp8._check import check_type
 from jaxfp8._typing import Array
 from jaxfp8.linen._dot_general import FP8EinsumOp
 from jaxfp8.linen._layers import FP8Dense, FP8DenseGeneral, FP8Einsum
@@ -66,8 +67,7 @@ def interceptor(
       ['_overwrite_with_gradient', 'params']
     """
     policy = Policy.of("jaxfp8.plugs.gemma.interceptor", recipe, options)
-    if not isinstance(paths, str):
-        raise TypeError(f"paths={paths!r} must be a regular expression, for instance 'layer_.*'.")
+    check_type("paths", paths, str, "a regular expression, for instance 'layer_.*'")
     known: dict[int, tuple[nn.Module, nn.Module]] = {}
     missed: list[str] = []
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxfp8._check import check_one_of
 from jaxfp8._table import align
 from jaxfp8._typing import DType, PyTree
 from jaxfp8.numerics._formats import Format
@@ -84,8 +85,8 @@ class WireReport:
         Raises:
           ValueError: if `kind` is not a kind of collective.
         """
-        if kind is not None and kind not in KINDS:
-            raise ValueError(f"kind is {kind!r}; it has to be one of {', '.join(KINDS)}.")
+        if kind is not None:
+            check_one_of("kind", kind, KINDS)
         return WireReport(
             tuple(
                 t

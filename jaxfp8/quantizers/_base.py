@@ -11,7 +11,7 @@ from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, Rounding
 from jaxfp8.kernels.cast._api import KnownScale, cast_copies
 from jaxfp8.numerics._exact import TINY
-from jaxfp8.numerics._formats import E8M0, VALUE_FORMATS, Format
+from jaxfp8.numerics._formats import E8M0, Format
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
 from jaxfp8.numerics._scale import ScaleRule, inverse
 from jaxfp8.prologues._prologue import Source
@@ -234,13 +234,3 @@ def stored_multiplier(scale: Array, is_set: Array, all_set: bool) -> Array:
     # would stop at the first step of each run. With `all_set` there is no current amax. A scale
     # that is unset after all then spoils the result.
     return jnp.where(is_set, multiplier, np.float32(np.nan if all_set else 0.0))
-
-
-def check_value_format(format: Format) -> None:
-    if format not in VALUE_FORMATS:
-        raise ValueError(f"format={format!r} cannot hold values; use one of {list(VALUE_FORMATS)}.")
-
-
-def check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be True or False.")

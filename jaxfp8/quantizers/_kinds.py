@@ -8,34 +8,22 @@ References:
 import dataclasses
 import functools
 import math
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfp8._check import check_bool, check_int, check_one_of
 from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, Rounding, ScaleRounding
 from jaxfp8.kernels.cast._api import KnownScale, cast_copies
 from jaxfp8.numerics._exact import TINY
-from jaxfp8.numerics._formats import E8M0, Format
+from jaxfp8.numerics._formats import E8M0, Format, check_value_format
 from jaxfp8.numerics._granularity import AbstractGranularity, PerRow, PerTensor
 from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.numerics._scale import ScaleRule, encoding_multiplier, inverse, is_usable
 from jaxfp8.prologues._prologue import Produced, Source
-from jaxfp8.quantizers._base import (
-    AbstractQuantizer,
-    Fault,
-    RowState,
-    ScaleInputs,
-    check_bool,
-    check_value_format,
-)
-
-
-def _check_rounding(rounding: object) -> None:
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"rounding={rounding!r} is unknown; use 'nearest' or 'stochastic'.")
-
+from jaxfp8.quantizers._base import AbstractQuantizer, Fault, RowState, ScaleInputs
 
 # Delayed scaling: the scale of this step comes from the amaxes of the last steps.
 #
@@ -72,15 +60,9 @@ class Delayed(AbstractQuantizer):
     def __post_init__(self) -> None:
         check_value_format(self.format)
         check_bool("power_of_two", self.power_of_two)
-        _check_rounding(self.rounding)
-        if type(self.history_length) is not int or self.history_length < 1:
-            raise ValueError(
-                f"history_length={self.history_length!r} must be an integer of at least 1."
-            )
-        if self.algorithm not in ("max", "most_recent"):
-            raise ValueError(
-                f"algorithm={self.algorithm!r} is unknown; use 'max' or 'most_recent'."
-            )
+        check_one_of("rounding", self.rounding, get_args(Rounding))
+        check_int("history_length", self.history_length)
+        check_one_of("algorithm", self.algorithm, ("max", "most_recent"))
         if type(self.margin) is not int or not 0 <= self.margin <= 64:
             raise ValueError(
                 f"margin={self.margin!r} must be an integer between 0 and 64 (powers of two)."
@@ -229,7 +211,7 @@ class Current(AbstractQuantizer):
     def __post_init__(self) -> None:
         check_value_format(self.format)
         check_bool("power_of_two", self.power_of_two)
-        _check_rounding(self.rounding)
+        check_one_of("rounding", self.rounding, get_args(Rounding))
         if not isinstance(self.granularity, PerTensor | PerRow | PerBlock):
             raise ValueError(
                 f"granularity={self.granularity!r} does not fit a recipe; use PerTensor(), "
@@ -320,7 +302,7 @@ class Static(AbstractQuantizer):
         check_value_format(self.format)
         check_scale("scale", self.scale)
         object.__setattr__(self, "scale", float(self.scale))  # of NumPy, for instance
-        _check_rounding(self.rounding)
+        check_one_of("rounding", self.rounding, get_args(Rounding))
 
     @property
     def value_format(self) -> Format:

@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
 
+from jaxfp8._check import check_bool
 from jaxfp8._typing import Rounding, ScaleRounding
 from jaxfp8.numerics._formats import E4M3, E5M2, E8M0, Format
 from jaxfp8.numerics._granularity import PerRow
 from jaxfp8.numerics._per_block import PerBlock
-from jaxfp8.quantizers._base import AbstractQuantizer, check_bool
+from jaxfp8.quantizers._base import AbstractQuantizer
 from jaxfp8.quantizers._kinds import Current, Delayed, Identity, Static, check_scale
 from jaxfp8.recipes._recipe import Operands, Recipe
 

@@ -15,6 +15,7 @@ import math
 import zlib
 from typing import Any, NamedTuple, get_args
 
+from jaxfp8._check import check_int, check_type
 from jaxfp8._geometry import OPERANDS, TrainingGeometry
 from jaxfp8._quantized_tensor import Cast, Direction
 from jaxfp8._typing import Axes, Matmul, Tensor
@@ -81,10 +82,9 @@ class Operands:
 
 def _check_quantizer(side: str, quantizer: Any) -> None:
     """Raise TypeError or ValueError unless a recipe can hold the quantizer."""
-    if not isinstance(quantizer, AbstractQuantizer):
-        raise TypeError(
-            f"{side}={quantizer!r} is no quantizer; use one of fp8.quantizers, Identity() for none."
-        )
+    check_type(
+        side, quantizer, AbstractQuantizer, "a quantizer of fp8.quantizers; Identity() for none"
+    )
     kind = type(quantizer).__name__
     parameters = getattr(quantizer, "__dataclass_params__", None)
     if parameters is None or not parameters.frozen:
@@ -99,7 +99,7 @@ def _check_quantizer(side: str, quantizer: Any) -> None:
             f"{side}={quantizer!r} cannot be hashed ({error}). A recipe must be hashable. Give "
             "each field a hashable value, for instance a tuple in place of a list or an array."
         ) from None
-    fields: Any = dataclasses.fields(quantizer)  # type: ignore[arg-type]
+    fields: Any = dataclasses.fields(quantizer)
     if ignored := [f.name for f in fields if not f.compare]:
         raise TypeError(
             f"{side} is a {kind} whose fields {ignored} have compare=False. Two quantizers that "
@@ -107,12 +107,7 @@ def _check_quantizer(side: str, quantizer: Any) -> None:
         )
     if not quantizer.stateful:
         return
-    length = quantizer.history_length
-    if type(length) is not int or length < 1:
-        raise ValueError(
-            f"{side} is a {kind} with history_length={length!r}; it must be an integer of at least "
-            "1."
-        )
+    check_int(f"{side} is a {kind} with history_length", quantizer.history_length)
     if not quantizer.granularity.in_one:
         raise ValueError(
             f"{side}={quantizer!r} has state. A row of state has one scale, but its granularity is "
@@ -191,15 +186,9 @@ class Recipe:
     wgrad: Operands
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise TypeError(
-                f"name={self.name!r} must be a string; it names the recipe in messages."
-            )
+        check_type("name", self.name, str, "a string, which names the recipe in messages")
         for matmul in ("fprop", "dgrad", "wgrad"):
-            if not isinstance(getattr(self, matmul), Operands):
-                raise TypeError(
-                    f"{matmul}={getattr(self, matmul)!r} must be Operands(lhs=..., rhs=...)."
-                )
+            check_type(matmul, getattr(self, matmul), Operands, "Operands(lhs=..., rhs=...)")
         for row in self.rows:
             if " at 0x" in row.description:
                 raise TypeError(

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 import jax
 
+from jaxfp8._check import check_one_of, check_type
 from jaxfp8.sharding._shard import Shard
 from jaxfp8.sharding._specs import mesh_axes
 
@@ -48,8 +49,7 @@ class MeshRoles:
 
     def __post_init__(self) -> None:
         for role, name in dataclasses.asdict(self).items():
-            if name is not None and not isinstance(name, str):
-                raise TypeError(f"{role}={name!r} must be the name of a mesh axis, or None.")
+            check_type(role, name, str | None, "the name of a mesh axis, or None")
             if role != "pipeline" and name is not None and name == self.pipeline:
                 raise ValueError(
                     f"axis {name!r} cannot be {role} and pipeline. Amaxes are never reduced over "
@@ -67,8 +67,7 @@ class MeshRoles:
           'model'
         """
         roles = dataclasses.asdict(self)
-        if role not in roles:
-            raise ValueError(f"role={role!r} is unknown; use one of {list(roles)}.")
+        check_one_of("role", role, roles)
         return roles[role]
 
     def spec(self, *entries: Role | tuple[Role, ...] | None) -> jax.P:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxfp8._check import check_int, check_type
 from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.recipes._recipe import PlannedCast, Recipe, plan_casts
@@ -52,16 +53,11 @@ class WeightAxes:
                 f"contracted={self.contracted!r} and batch={self.batch!r} must be tuples of axes, "
                 "counted from 0: contracted=(0,)."
             )
-        if type(self.stacked) is not int or self.stacked < 0:
-            raise TypeError(
-                f"stacked={self.stacked!r} must be a number of leading axes, 0 or more."
-            )
-        if self.shard is not None and not isinstance(self.shard, Shard):
-            raise TypeError(f"shard={self.shard!r} must be an fp8.Shard or None.")
-        if self.reduce_axes is not None and not isinstance(self.reduce_axes, tuple):
-            raise TypeError(
-                f"reduce_axes={self.reduce_axes!r} must be a tuple of names of mesh axes, or None."
-            )
+        check_int("stacked", self.stacked, "a number of leading axes", least=0)
+        check_type("shard", self.shard, Shard | None, "an fp8.Shard or None")
+        check_type(
+            "reduce_axes", self.reduce_axes, tuple | None, "a tuple of names of mesh axes, or None"
+        )
         named = self.contracted + self.batch
         if not self.contracted or len(set(named)) < len(named):
             raise ValueError(

@@ -1,0 +1,27 @@
+"""Checks that many functions make of their arguments. Errors name the argument and its value."""
+
+from collections.abc import Collection
+from typing import Any
+
+
+def check_type(name: str, value: object, kind: Any, needed: str) -> None:
+    """Raise TypeError unless `value` is a `kind`, a class or a union. `needed` says it in words."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}={value!r} must be {needed}.")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise TypeError unless `value` is a bool."""
+    check_type(name, value, bool, "True or False")
+
+
+def check_int(name: str, value: object, needed: str = "an integer", *, least: int = 1) -> None:
+    """Raise ValueError unless `value` is an int of at least `least`. A bool is none."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name}={value!r} must be {needed} of at least {least}.")
+
+
+def check_one_of(name: str, value: object, known: Collection[object]) -> None:
+    """Raise ValueError unless `value` is one of the values that are known."""
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is unknown; use one of {list(known)}.")
