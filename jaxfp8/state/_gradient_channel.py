@@ -1,9 +1,9 @@
 """The gradient channel: the next state as the cotangent of the state.
 
 Some training loops know `jax.value_and_grad` only. They differentiate all variables, and overwrite
-the variables of collection `_overwrite_with_gradient` with their gradients. MaxText, praxis,
-axlearn and flax's own FP8 layers do so. For these loops the backward rule here decodes the ledger
-of a state, commits, and returns the state of the next step in the place of a gradient.
+the variables of collection `_overwrite_with_gradient` with their gradients. MaxText, axlearn and
+flax's own FP8 layers do so. For these loops the backward rule here decodes the ledger of a state,
+commits, and returns the state of the next step in the place of a gradient.
 
 **JAX adds cotangents, and a sum of states is no state.** So each state must have one use, in one
 backward pass per optimizer step:

@@ -1,4 +1,4 @@
-"""`jaxfp8.plugs.axlearn` and `.praxis`: states as variables, in the real packages if installed.
+"""`jaxfp8.plugs.axlearn`: states as variables, in the real packages if installed.
 
 The first tests repeat what both do: each array of a state is a variable that begins as zeros, and
 is overwritten with its gradient.
@@ -16,7 +16,7 @@ from messages import Message, check
 from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
-from jaxfp8.plugs import axlearn, equinox, haliax, praxis
+from jaxfp8.plugs import axlearn, equinox, haliax
 from jaxfp8.plugs._policy import import_guest, leaf_shapes, state_from_variables
 from jaxfp8.plugs.haliax import _from_bytes, _split, _StateBytes
 
@@ -87,27 +87,6 @@ def test_in_axlearn_itself(name):
     assert_same_bits((loss, grads["weight"]), (same, grad))
     if state:
         assert_same_bits(grads["quantized_dot_general"]["fp8_amax_history"], state.amax_history)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", RECIPES)
-def test_in_praxis_itself(name):
-    base_layer = pytest.importorskip("praxis.base_layer")
-    pax_fiddle = pytest.importorskip("praxis.pax_fiddle")
-    linears = pytest.importorskip("praxis.layers.linears")
-    tpl = praxis.einsum_tpl(fp8.recipes.get(name))
-    layer = base_layer.instantiate(
-        pax_fiddle.Config(linears.Linear, name="l", input_dims=128, output_dims=64, einsum_tpl=tpl)
-    )
-    x = jax.random.normal(jax.random.key(1), (4, 32, 128))
-    with base_layer.JaxContext.new_context():
-        variables = layer.init(jax.random.key(0), x)
-        run = jax.jit(jax.value_and_grad(lambda v: jnp.mean(layer.apply(v, x) ** 2)))
-        loss, grads = run(variables)
-    state = fp8.init_state(fp8.recipes.get(name))
-    same, grad, state = reference(name, "...y,yz->...z", x)(variables["params"]["w"], state)
-    assert_same_bits((loss, grads["params"]["w"]), (same, grad))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -203,7 +182,6 @@ def test_a_missing_framework_names_its_package():
 
 CALLS = {
     "axlearn": lambda: axlearn.quantized_einsum_config(fp8.recipes.current()),
-    "praxis": lambda: praxis.einsum_tpl(fp8.recipes.current()),
     "haliax": lambda: haliax.dot_general_op(fp8.recipes.current()),
     "equinox": lambda: equinox.convert(None, fp8.recipes.current()),
 }
@@ -221,8 +199,8 @@ def test_a_plug_without_its_framework(name, monkeypatch):
         CALLS[name]()
 
 
-@pytest.mark.parametrize("call", [axlearn.quantized_einsum_config, praxis.einsum_tpl])
-def test_bad_arguments(call):
+def test_bad_arguments():
+    call = axlearn.quantized_einsum_config
     with pytest.raises(TypeError, match="recipe='current'"):
         call("current")
     with pytest.raises(TypeError, match="no option kernel=1"):
