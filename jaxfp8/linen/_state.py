@@ -176,6 +176,14 @@ _pack_code = next(_codes, None)
 # The partition specs of a linen model's quantizer state.
 
 
+def refuse_variables(name: str, tree: PyTree, cure: str) -> None:
+    """Raise FP8StateError if an argument holds all variables of a model, and not a part of them."""
+    if isinstance(tree, Mapping) and COLLECTION in tree:
+        raise FP8StateError(
+            f"{name} holds all variables {list(tree)}, but a part of them is needed. Write {cure}."
+        )
+
+
 def state_specs(state: PyTree, param_specs: PyTree) -> PyTree:
     """`fp8.state_specs` of a linen model.
 
@@ -202,11 +210,7 @@ def state_specs(state: PyTree, param_specs: PyTree) -> PyTree:
       >>> set(jax.tree.leaves(specs))
       {P()}
     """
-    if isinstance(state, Mapping) and COLLECTION in state:
-        raise FP8StateError(
-            f"state holds the whole variables {list(state)}, but only the states are needed. Pass "
-            f"variables[{COLLECTION!r}]."
-        )
+    refuse_variables("state", state, f"state=variables[{COLLECTION!r}]")
     check_tree(state)
 
     def kernel_spec(path: tuple[Any, ...]) -> jax.P:

@@ -14,7 +14,7 @@ from flax.core import meta, unfreeze
 
 from jaxfp8._call import Example
 from jaxfp8._typing import FP8StateError, PyTree
-from jaxfp8.linen._state import COLLECTION
+from jaxfp8.linen._state import COLLECTION, refuse_variables
 from jaxfp8.state._init import make_concrete
 from jaxfp8.state._saved import match_leaves, names_of, saved_leaves
 from jaxfp8.state._state import check_tree, describe_node
@@ -81,7 +81,7 @@ class TrainState(flax.training.train_state.TrainState):
           FP8StateError: if `params` holds the collection, or if `fp8_state` holds anything but
             states.
         """
-        _check_params("params", params, "params=variables['params']")
+        refuse_variables("params", params, "params=variables['params']")
         _check_state(fp8_state)
         created: Self = super().create(
             apply_fn=apply_fn, params=params, tx=tx, fp8_state=fp8_state, **fields
@@ -103,11 +103,8 @@ class TrainState(flax.training.train_state.TrainState):
           FP8StateError: if `grads` holds the collection, or if the tree of `fp8_state` is not that
             of `ts.fp8_state`.
         """
-        _check_params(
-            "grads",
-            grads,
-            "grads=grads['params'], and fp8_state= the state that fp8.value_and_grad returned",
-        )
+        cure = "grads=grads['params'], and fp8_state= the state that fp8.value_and_grad returned"
+        refuse_variables("grads", grads, cure)
         _check_state(fp8_state)
         new: Any = jax.tree.structure(fp8_state)
         old: Any = jax.tree.structure(self.fp8_state)
@@ -134,19 +131,8 @@ def _with_state(
     return optax.GradientTransformation(tx.init, functools.partial(update, fp8_state=fp8_state))
 
 
-def _check_params(name: str, tree: PyTree, cure: str) -> None:
-    if isinstance(tree, Mapping) and COLLECTION in tree:
-        raise FP8StateError(
-            f"{name} holds {list(tree.keys())}, but only the parameters are needed. Write {cure}."
-        )
-
-
 def _check_state(fp8_state: PyTree) -> None:
-    if isinstance(fp8_state, Mapping) and COLLECTION in fp8_state:
-        raise FP8StateError(
-            f"fp8_state holds {list(fp8_state.keys())}, but only the quantizer states are needed. "
-            f"Write fp8_state=variables[{COLLECTION!r}]."
-        )
+    refuse_variables("fp8_state", fp8_state, f"fp8_state=variables[{COLLECTION!r}]")
     if fp8_state is None:
         raise FP8StateError(
             "fp8_state is None, but a dict is needed. Write "

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
-from jaxfp8._check import check_bool, check_type
+from jaxfp8._check import check_bool, check_type, is_number
 from jaxfp8._typing import Array, ArrayLike, PyTree
 from jaxfp8.matmul._options import as_array, check_float, check_high_precision, read_options
 from jaxfp8.numerics._per_block import is_explicit
@@ -19,7 +19,6 @@ from jaxfp8.ops._dispatch_matmul import (
     check_capacity_factor,
     check_experts,
     dispatch_matmul,
-    is_positive,
     matmul_combine,
     route,
 )
@@ -378,7 +377,7 @@ def _check(
 def check_clamp(clamp: object) -> None:
     """Raise ValueError unless the argument is None or two limits."""
     if clamp is not None and not (
-        isinstance(clamp, tuple) and len(clamp) == 2 and all(map(is_positive, clamp))
+        isinstance(clamp, tuple) and len(clamp) == 2 and all(map(is_number, clamp))
     ):
         raise ValueError(
             f"clamp={clamp!r} must be two numbers above 0, the limits of the gate and of the "

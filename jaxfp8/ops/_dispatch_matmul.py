@@ -1,14 +1,12 @@
 """`route`, `dispatch_matmul` and `matmul_combine`: experts whose tokens come from other devices."""
 
-import math
-import numbers
 from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfp8._check import check_int, check_type
+from jaxfp8._check import check_int, check_number, check_type
 from jaxfp8._typing import Array, ArrayLike, DType, FP8StateError, Tensor
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.matmul._arrays import Arrays, QuantizerArrays, Rows
@@ -343,20 +341,11 @@ def route(
     return Route.of(chosen, experts=experts, axis=axis, capacity_factor=capacity_factor)
 
 
-def is_positive(number: object) -> bool:
-    """Whether this is a finite number above 0."""
-    if isinstance(number, bool) or not isinstance(number, numbers.Real):
-        return False
-    return 0 < float(number) < math.inf
-
-
 def check_capacity_factor(factor: object) -> None:
     """Raise ValueError unless this is a number above 0, or None."""
-    if factor is not None and not is_positive(factor):
-        raise ValueError(
-            f"capacity_factor={factor!r} must be a number above 0, for instance 1.25; None has as "
-            "many slots as may be needed."
-        )
+    if factor is not None:
+        needed = "a number above 0, for instance 1.25. None has as many slots as may be needed"
+        check_number("capacity_factor", factor, needed)
 
 
 def check_experts(experts: int, devices: int, axis: str) -> None:

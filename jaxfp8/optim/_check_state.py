@@ -19,6 +19,7 @@ from jaxfp8.optim._eight_bit_formats import LEAST_ROOT, ExpandedFP8State, Int8St
 from jaxfp8.optim._masters import BFloat16PlusState, Float16State, Float32State, FP8State
 from jaxfp8.optim._moments import FIRST, SECOND, is_stored_moment, restore_moment_nodes
 from jaxfp8.optim._released import Released
+from jaxfp8.state._check_state import check_readable
 from jaxfp8.state._check_weights import on_host
 from jaxfp8.state._saved import names_of
 
@@ -324,11 +325,7 @@ def _found(
             names = bare if bare in wanted else names
         if names not in wanted:
             places[names] = keystr(path) or "the state"
-        if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
-            raise ValueError(
-                f"{keystr(path)} is {leaf}, whose values cannot be read. Call check_state on "
-                "arrays, outside of jit, before the first step."
-            )
+        check_readable(keystr(path), leaf)
         found[names] = leaf
     return found, places
 

@@ -13,6 +13,7 @@ import optax.contrib
 from flax import nnx
 from jax import lax
 
+from jaxfp8._check import check_type
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.numerics._granularity import PerTensor
@@ -295,13 +296,10 @@ def _shard_key(key: Array, x: Array) -> Array:
     return jax.random.fold_in(key, lax.axis_index(axes)) if axes else key
 
 
-def _check_format(field: str, format: object) -> None:
+def _check_format(field: str, format: Any) -> None:
     """Raise TypeError or ValueError unless a field can be stored so."""
-    if not isinstance(format, AbstractMomentFormat):
-        raise TypeError(
-            f"{field}={format!r} is no format of moments; use Float32(), BFloat16(), Float16(), "
-            "FP8(), Int8(), ExpandedFP8(), or PerParameter(rules, format)."
-        )
+    known = "Float32(), BFloat16(), Float16(), FP8(), Int8(), ExpandedFP8() or PerParameter(...)"
+    check_type(field, format, AbstractMomentFormat, known)
     reason = format.for_second_moment
     if field not in FIRST | SECOND:
         raise ValueError(

@@ -7,7 +7,7 @@ import dataclasses
 from numbers import Integral
 from typing import Any
 
-from jaxfp8._check import check_int
+from jaxfp8._check import check_int, check_number
 from jaxfp8._typing import Matmul
 from jaxfp8.kernels._dispatch import Chip, Route, chip_named, kernels_of
 from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
@@ -149,7 +149,8 @@ def roofline(
       1.69x and current 1.58x.
     """
     chip = check_estimable(kernels)
-    casts_of_w = _check_weight_casts(weight_casts)
+    needed = "the number of casts of w in a step: 1, or 1 / 8 for one cast for 8 microbatches"
+    check_number("weight_casts", weight_casts, needed, least=0, most=1000)
     number, plain, padded = 1, shape, shape
     if groups is None:
         choices = kernels.choices(recipe, shape)
@@ -178,8 +179,8 @@ def roofline(
         of_tensor = recipe, tensor, number * count, routes, chip
         cost = cast_cost(names[tensor], *of_tensor)
         if tensor == "w":
-            cost = cost.times(casts_of_w)
-            if casts_of_w < 1:
+            cost = cost.times(weight_casts)
+            if weight_casts < 1:
                 cost += cast_cost("xla", *of_tensor, held=True)
         casts += cost
         if cost.bytes:
@@ -202,15 +203,6 @@ def _loop_cost(
     written = rows * (n if name == "fprop" else k)
     moved = (4 + 4 + 4 + 2) * k * n if name == "wgrad" else 2 * k * n + 4 * written
     return (one + kernel(peak, moved, launches=2)).times(tokens // rows + groups)
-
-
-def _check_weight_casts(given: object) -> float:
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < 1000:
-        raise ValueError(
-            f"weight_casts={given!r} must be the number of casts of w in each forward and backward "
-            "pass: 1, or 1 / 8 if fp8.quantize_params casts it once for 8 microbatches."
-        )
-    return float(given)
 
 
 def check_groups(groups: object) -> int:
@@ -279,11 +271,7 @@ class SkipSlow:
 
     def __post_init__(self) -> None:
         check_estimable(self.kernels)
-        if type(self.at_least) not in (int, float) or not 0 < self.at_least < float("inf"):
-            raise ValueError(
-                f"at_least={self.at_least!r} must be a positive number, bf16 time / FP8 time. "
-                "Write at_least=1.0 for break-even."
-            )
+        check_number("at_least", self.at_least, "bf16 time / FP8 time, 1.0 for break-even")
         if self.tokens is not None:
             check_int("tokens", self.tokens)
 

@@ -140,17 +140,22 @@ class Program(NamedTuple):
     partitions: int
 
 
+def check_compiled(compiled: object) -> None:
+    """Raise TypeError unless it is a compiled program or its text."""
+    if not isinstance(compiled, str | jax.stages.Compiled):
+        raise TypeError(
+            f"compiled is a {type(compiled).__name__}. Pass jax.jit(f).lower(...).compile() or its "
+            "as_text()."
+        )
+
+
 def read_program(compiled: Any) -> Program:
     """Reads what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
 
     TypeError for anything else. ValueError if the program has no text, or if the text holds several
     programs.
     """
-    if not isinstance(compiled, str | jax.stages.Compiled):
-        raise TypeError(
-            f"compiled is a {type(compiled).__name__}. Pass jax.jit(f).lower(...).compile() or its "
-            "as_text()."
-        )
+    check_compiled(compiled)
     text = (compiled if isinstance(compiled, str) else compiled.as_text()) or ""
     computations: dict[str, dict[str, Instruction]] = {}
     entries: list[str] = []

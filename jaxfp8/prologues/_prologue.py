@@ -12,15 +12,14 @@ Letters: M, K are the last two axes of h.
 import abc
 import dataclasses
 import functools
-import math
 from typing import ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxfp8._check import check_number
 from jaxfp8._typing import Array, ArrayLike, Axes, DType
 from jaxfp8.numerics._formats import FLOAT_DTYPES
 
@@ -227,13 +226,8 @@ class RMSNorm(AbstractPrologue):
     epsilon: float = 1e-6
 
     def __post_init__(self) -> None:
-        given: object = self.epsilon
-        real = isinstance(given, int | float | np.floating) and not isinstance(given, bool)
-        if not real or not np.finfo(np.float32).tiny <= self.epsilon < math.inf:
-            raise ValueError(
-                f"epsilon={given!r} must be a positive number, finite and normal in float32, for "
-                "instance 1e-6."
-            )
+        needed = "a positive number, finite and normal in float32, for instance 1e-6"
+        check_number("epsilon", self.epsilon, needed, least=2.0**-126)
         object.__setattr__(self, "epsilon", float(self.epsilon))
 
     def _operands(self, *arrays: Array) -> tuple[Array, ...]:

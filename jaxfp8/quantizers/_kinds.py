@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, get_args
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfp8._check import check_bool, check_int, check_one_of
+from jaxfp8._check import check_bool, check_int, check_number, check_one_of
 from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, Rounding, ScaleRounding
 from jaxfp8.kernels.cast._api import KnownScale, cast_copies
@@ -268,12 +268,8 @@ def _wide_operands(x: Produced) -> int:
 
 def check_scale(name: str, scale: object) -> None:
     """Raise ValueError unless the scale and its inverse are normal float32 numbers."""
-    if (
-        isinstance(scale, bool)
-        or not isinstance(scale, int | float | np.floating)
-        or not 2.0**-126 <= scale <= 2.0**126
-    ):
-        raise ValueError(f"{name}={scale!r} must be a positive number between 2**-126 and 2**126.")
+    needed = "a positive number between 2**-126 and 2**126"
+    check_number(name, scale, needed, least=2.0**-126, most=2.0**126)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ import dataclasses
 import jax
 from jax.sharding import AxisType
 
+from jaxfp8._check import check_type
 from jaxfp8._typing import Array, Axes
 from jaxfp8.sharding._amax import types_show_varying, varying_axes
 from jaxfp8.sharding._place import Place, kinds_of, spec_without
@@ -124,8 +125,7 @@ def _placed(name: str, shape: Axes, operands: tuple[Array, ...], shard: Shard | 
     if shard is None:
         return Place()
     given = f"{name}_shard={shard!r}"
-    if not isinstance(shard, Shard):
-        raise TypeError(f'{given} is no Shard; use fp8.sharding.Shard(0, "fsdp").')
+    check_type(f"{name}_shard", shard, Shard, 'a Shard, for instance fp8.sharding.Shard(0, "fsdp")')
     if not -len(shape) <= shard.axis < len(shape):
         raise ValueError(f"{given} is out of range for {name} of shape {list(shape)}.")
     meshes = jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in operands)

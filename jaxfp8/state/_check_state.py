@@ -98,7 +98,7 @@ def check_state(
       jaxfp8._typing.FP8StateError: the quantizer state does not fit the weights of params ...
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        _check_readable(f"params{jax.tree_util.keystr(path)}", leaf)
+        check_readable(f"params{jax.tree_util.keystr(path)}", leaf)
     found, places = [], []
     for names, place, expected, part in _parts_of(state, like):
         arrays = _arrays(part, place)
@@ -124,7 +124,7 @@ def check_state(
     return jax.tree.unflatten(structure, [place.state for place in places])
 
 
-def _check_readable(name: str, leaf: Any) -> None:
+def check_readable(name: str, leaf: Any) -> None:
     """Raise FP8StateError if an array has no values that can be read."""
     if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
         raise FP8StateError(
@@ -197,7 +197,7 @@ def _arrays(part: Any, place: str) -> dict[str, Any]:
             "Leave the others out."
         )
     for name, leaf in arrays.items():
-        _check_readable(f"{place}.{name}", leaf)
+        check_readable(f"{place}.{name}", leaf)
     return {
         name: leaf if hasattr(leaf, "dtype") else np.asarray(leaf, np.float32)
         for name, leaf in arrays.items()

@@ -9,6 +9,7 @@ import numpy as np
 from jax.interpreters import mlir
 from jaxlib import _hlo, _jax, xla_client  # type: ignore[attr-defined]
 
+from jaxfp8.programs._hlo import check_compiled
 from jaxfp8.programs.on_cpu._matmuls import Matmuls, Seen
 from jaxfp8.programs.on_cpu._rewrite import portable_text
 
@@ -76,11 +77,7 @@ def run_on_cpu(
       xla/hlo/transforms/simplifiers/algebraic_simplifier.cc (which conversions they drop, under
       xla_allow_excess_precision).
     """
-    if not isinstance(compiled, str | jax.stages.Compiled):
-        raise TypeError(
-            f"compiled is a {type(compiled).__name__}. Pass jax.jit(f).lower(...).compile() or its "
-            "text."
-        )
+    check_compiled(compiled)
     matmuls = Matmuls(seen)
     if isinstance(compiled, str):
         return _execute(portable_text(compiled, matmuls), arguments, matmuls)
