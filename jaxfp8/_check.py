@@ -43,4 +43,5 @@ def check_number(
 def check_one_of(name: str, value: object, known: Collection[object]) -> None:
     """Raise ValueError unless `value` is one of the values that are known."""
     if value not in known:
-        raise ValueError(f"{name}={value!r} is unknown; use one of {list(known)}.")
+        *some, last = map(repr, known)
+        raise ValueError(f"{name}={value!r} is unknown; use {', '.join(some)} or {last}.")

@@ -271,7 +271,7 @@ class SkipSlow:
 
     def __post_init__(self) -> None:
         check_estimable(self.kernels)
-        check_number("at_least", self.at_least, "bf16 time / FP8 time, 1.0 for break-even")
+        check_number("at_least", self.at_least, "a positive number, 1.0 for break-even")
         if self.tokens is not None:
             check_int("tokens", self.tokens)
 

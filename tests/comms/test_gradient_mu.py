@@ -211,17 +211,17 @@ def test_without_types_somebody_has_to_say_whether_gradients_are_split():
         (AutoScaledFP8, {"scaling": "none"}, ValueError, ("scaling='none'", "'auto'")),
         (AutoScaledFP8, {"reduction": "ring"}, ValueError, ("reduction='ring'", "'all_reduce'")),
         (AutoScaledFP8, {"max_saturated": 1.0}, ValueError, ("max_saturated=1.0", "1e-5")),
-        (AutoScaledFP8, {"growth_steps": 0}, ValueError, ("growth_steps=0", "at least 1", "1000")),
+        (AutoScaledFP8, {"growth_steps": 0}, ValueError, ("growth_steps=0", "at least 1")),
         (AutoScaledFP8, {"power_of_two": 1}, TypeError, ("power_of_two=1", "True or False")),
         (AutoScaledFP8, {"format": fp8.E8M0}, ValueError, ("format=E8M0", "[E4M3, E5M2]")),
-        (TwoPhaseFP8, {"group": 0}, ValueError, ("group=0", "128")),
+        (TwoPhaseFP8, {"group": 0}, ValueError, ("group=0", "at least 1")),
         (TwoPhaseFP8, {"scale": "float32"}, TypeError, ("scale='float32'", "fp8.ScaleRule(")),
-        (BFloat16Sum, {"min_size": -1}, ValueError, ("min_size=-1", "at least 0", "4096")),
+        (BFloat16Sum, {"min_size": -1}, ValueError, ("min_size=-1", "at least 0")),
         (BFloat16Sum, {"min_size": 1.5}, ValueError, ("min_size=1.5", "integer")),
     ],
 )
 def test_misuse_of_methods(method, options, error, parts):
-    with pytest.raises(error, match=mentions(method.__name__, *parts)):
+    with pytest.raises(error, match=mentions(*parts)):
         method(**options)
 
 

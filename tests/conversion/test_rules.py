@@ -223,7 +223,7 @@ def test_blocks_that_cannot_be_kept(model, numbers, message):
         ({"model": LM(), "inputs": TOKENS}, TypeError, "Write inputs=\\(x,\\)"),
         ({"model": LM(), "keep": "router"}, ValueError, "keep='router' must be a sequence"),
         ({"model": LM(), "keep": ("heads",)}, ValueError, "keep=\\('heads',\\) must be"),
-        ({"model": LM(), "layers": [1]}, TypeError, "layers=\\[1\\] must map classes"),
+        ({"model": LM(), "layers": [1]}, TypeError, "layers=\\[1\\] must be a dict of classes"),
         ({"model": LM(), "layers": {1: 2}}, TypeError, "A class and a function of"),
         ({"model": LM().apply}, TypeError, "model is of type method"),
         ({"model": LM(), "rules": [(".*", None)]}, ValueError, "no layer of the LM would run"),

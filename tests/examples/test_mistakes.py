@@ -126,7 +126,7 @@ def test_in_every_script(mistake, script, arguments, message):
         ("--temperature inf", "--temperature inf: give a finite number above 0"),
         ("--seed -1", "--seed -1: give a number from 0 to 2147483647"),
         ("--resume", "--resume: it needs the directory of the run; add --checkpoint DIR"),
-        ("--chip abacus", "--chip abacus: chip='abacus' is unknown; use one of"),
+        ("--chip abacus", "--chip abacus: chip='abacus' is unknown; use "),
         ("--plot made", "--plot made: it is a directory"),
         ("--plot no/such.png", "--plot no/such.png: its folder does not exist"),
         (

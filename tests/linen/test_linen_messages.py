@@ -132,8 +132,8 @@ MESSAGES = {
     "state_specs of variables": Message(
         fp8.FP8StateError,
         lambda: linen.state_specs(VARIABLES, {"kernel": jax.P()}),
-        "the whole variables ['_overwrite_with_gradient', 'params']",
-        "only the states are needed",
+        "all variables ['_overwrite_with_gradient', 'params']",
+        "a part of them is needed",
         "variables['_overwrite_with_gradient']",
     ),
     "state_specs of an array": Message(
@@ -153,15 +153,15 @@ MESSAGES = {
     "TrainState of variables": Message(
         fp8.FP8StateError,
         lambda: created(params=VARIABLES),
-        "params holds ['_overwrite_with_gradient', 'params']",
-        "only the parameters are needed",
+        "params holds all variables ['_overwrite_with_gradient', 'params']",
+        "a part of them is needed",
         "params=variables['params']",
     ),
     "TrainState, variables as state": Message(
         fp8.FP8StateError,
         lambda: created(fp8_state=VARIABLES),
-        "fp8_state holds ['_overwrite_with_gradient', 'params']",
-        "only the quantizer states are needed",
+        "fp8_state holds all variables ['_overwrite_with_gradient', 'params']",
+        "a part of them is needed",
         "fp8_state=variables['_overwrite_with_gradient']",
     ),
     "TrainState, parameters as state": Message(
@@ -228,8 +228,8 @@ MESSAGES = {
     "TrainState, joined gradients": Message(
         fp8.FP8StateError,
         lambda: created().apply_gradients(grads=VARIABLES, fp8_state=VARIABLES[COLLECTION]),
-        "grads holds ['_overwrite_with_gradient', 'params']",
-        "only the parameters are needed",
+        "grads holds all variables ['_overwrite_with_gradient', 'params']",
+        "a part of them is needed",
         "the state that fp8.value_and_grad returned",
     ),
 }

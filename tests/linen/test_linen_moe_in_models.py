@@ -91,10 +91,10 @@ def test_stochastic_rounding_draws_keys():
 @pytest.mark.parametrize(
     ("fields", "error", "says"),
     [
-        ({"experts": 0}, ValueError, "experts=0 must be an integer, 1 or more"),
+        ({"experts": 0}, ValueError, "experts=0 must be an integer of at least 1"),
         ({"hidden": 2.0}, ValueError, "hidden=2.0 must be an integer"),
         ({"k": 9}, ValueError, "k=9 is more than experts=8"),
-        ({"shared": -1}, ValueError, "shared=-1 must be an integer, 0 or more"),
+        ({"shared": -1}, ValueError, "shared=-1 must be an integer of at least 0"),
         ({"scores": "relu"}, ValueError, "scores='relu'"),
         ({"clamp": 3.0}, ValueError, "clamp=3.0 must be two numbers"),
         ({"parallel": "expert"}, TypeError, "parallel='expert' must be an fp8.moe.ExpertParallel"),

@@ -176,7 +176,7 @@ def test_load_of_every_dtype_of_integers():
         (lambda: moe.top_k(logits(), 0), ValueError, "k=0 must be an integer from 1 to.* 8"),
         (lambda: moe.top_k(logits(), E + 1), ValueError, "k=9 must be"),
         (lambda: moe.top_k(logits(), True), ValueError, "k=True must be"),
-        (lambda: moe.top_k(logits(), 2, scores="relu"), ValueError, "scores='relu' must be"),
+        (lambda: moe.top_k(logits(), 2, scores="relu"), ValueError, "scores='relu' is unknown"),
         (lambda: moe.z_loss(jnp.ones(4)), ValueError, r"\[4\]"),
         (lambda: moe.load(jnp.ones((2, 1)), E), TypeError, "chosen has dtype float32"),
         (lambda: moe.load(jnp.ones(2, int), E), ValueError, r"chosen has shape \[2\]"),

@@ -101,7 +101,7 @@ MESSAGES = {
         TypeError,
         lambda: dot(w_shard=fp8.sharding.Shard),
         "w_shard=<class",
-        "is no Shard",
+        "must be a Shard",
         'Shard(0, "fsdp")',
     ),
     "class of kernels": Message(
@@ -136,7 +136,7 @@ MESSAGES = {
         TypeError,
         lambda: fp8.recipes.Operands(lhs=fp8.quantizers.Current, rhs=fp8.quantizers.Identity()),
         "lhs=<class",
-        "is no quantizer",
+        "must be a quantizer",
         "fp8.quantizers",
     ),
     "restored without a target: value_and_grad": Message(

@@ -166,8 +166,8 @@ def test_a_skipped_matmul_in_an_explicit_mesh():
         (fp8.Kernels("h200"), {"at_least": 0}, ("at_least=0", "positive")),
         (fp8.Kernels("h200"), {"at_least": float("nan")}, ("at_least=nan", "positive")),
         (fp8.Kernels("h200"), {"at_least": "1"}, ("at_least='1'", "positive")),
-        (fp8.Kernels("h200"), {"tokens": 0}, ("tokens=0", "positive")),
-        (fp8.Kernels("h200"), {"tokens": 8.0}, ("tokens=8.0", "positive")),
+        (fp8.Kernels("h200"), {"tokens": 0}, ("tokens=0", "at least 1")),
+        (fp8.Kernels("h200"), {"tokens": 8.0}, ("tokens=8.0", "at least 1")),
     ],
 )
 def test_rules_that_are_refused(kernels, fields, says):

@@ -204,7 +204,7 @@ def test_traced_numbers_that_are_no_expert_are_not_sent():
         (jnp.ones((2, 2), jnp.int32), {"axis": "expert"}, ValueError, ["'expert'", "shard_map"]),
         (jnp.ones((2, 2), jnp.int32), {"capacity_factor": 0}, ValueError, ["0", "1.25"]),
         (jnp.ones((2, 2), jnp.int32), {"capacity_factor": "x"}, ValueError, ["'x'", "1.25"]),
-        (jnp.ones((2, 2), jnp.int32), {"experts": 0}, ValueError, ["experts=0", "1 or more"]),
+        (jnp.ones((2, 2), jnp.int32), {"experts": 0}, ValueError, ["experts=0", "at least 1"]),
     ],
 )
 def test_bad_input_gets_a_clear_error(chosen, options, error, words):
