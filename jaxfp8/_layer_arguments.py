@@ -18,16 +18,22 @@ Args:
   bias_metadata: metadata of the `nnx.Param` of the bias.
   dot_general: do not pass it. The layer has its own matmul, and raises ValueError.
   dot_general_cls: do not pass it, for the same reason.
-  recipe: which quantizer for which operand. Default: delayed scaling.
+  recipe: which quantizer for which operand. Default: `fp8.recipes.delayed()`. Its scales come from
+    earlier steps, by quantizer state. Linen has it in the collection `fp8.linen.COLLECTION`, nnx in
+    `FP8State`. Train with `fp8.value_and_grad` or `fp8.nnx.value_and_grad`, which return the next
+    state. `fp8.recipes.current()` has no state. If a recipe rounds stochastically, linen needs a
+    key at each step: `rngs={"fp8": key}` of `apply`.
   reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`.
   x_shard: how the mesh splits the input (lhs), an `fp8.Shard`.
   w_shard: how the mesh splits the kernel (rhs), an `fp8.Shard`.
   y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`.
-  kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-  state_channel: None, or "gradient" for loops that overwrite the state with its gradient. Default:
-    None, for `fp8.value_and_grad` and `fp8.nnx.value_and_grad`.
-  save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
-    `fp8.dot_general`. Default: None, FP8 copies are saved.
+  kernels: which kernels cast and multiply, for instance `fp8.Kernels("h200")`. Default: None, XLA
+    alone, on every chip. It multiplies tiles in bfloat16.
+  state_channel: how the quantizer state of a step leaves the backward pass. "gradient" is for
+    loops that overwrite the state with its gradient. Default: None, for `fp8.value_and_grad` and
+    `fp8.nnx.value_and_grad`.
+  save_original: ("x",), ("w",) or both: the backward pass keeps this operand in high precision,
+    and casts it again, see `fp8.dot_general`. Default: None, FP8 copies are saved.
   prologue: None, `fp8.prologues.SwiGLU()` or `fp8.prologues.RMSNorm()`. SwiGLU takes
     `inputs=(gate, up)`, and RMSNorm takes `inputs=(x, gain)`. The input of the matmul is then
     `prologue(*inputs)`, computed inside the cast. `promote_dtype` gets gate and up, or x. gain
@@ -64,7 +70,7 @@ def documented(layer_class: C) -> C:
     """A class decorator: `help` of a layer shows each argument, with its default and its text.
 
     A text in the docstring of the class wins over that of this file. An IDE that does not run code
-    shows the docstring without the texts of this file, so a sentence there says where they are.
+    shows the docstring without the texts of this file.
     """
     layer: Any = layer_class
     _unpack_arguments(layer.__init__, layer.__mro__[1].__init__)

@@ -45,7 +45,7 @@ class BFloat16Sum:
     group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        check_int("min_size", self.min_size, least=0)
+        check_int("BFloat16Sum.min_size", self.min_size, least=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,9 +84,10 @@ class TwoPhaseFP8:
 
     def __post_init__(self) -> None:
         check_value_format(self.format)
-        check_int("group", self.group)
-        check_int("min_size", self.min_size, least=0)
-        check_type("scale", self.scale, ScaleRule, "fp8.ScaleRule(power_of_two=True), for instance")
+        check_int("TwoPhaseFP8.group", self.group)
+        check_int("TwoPhaseFP8.min_size", self.min_size, least=0)
+        needed = "a ScaleRule, for instance fp8.ScaleRule(power_of_two=True)"
+        check_type("TwoPhaseFP8.scale", self.scale, ScaleRule, needed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,15 +141,15 @@ class AutoScaledFP8:
 
     def __post_init__(self) -> None:
         check_value_format(self.format)
-        check_int("growth_steps", self.growth_steps)
-        check_int("patience", self.patience, least=0)
-        check_int("min_size", self.min_size, least=0)
-        check_one_of("scaling", self.scaling, get_args(Scaling))
-        check_one_of("reduction", self.reduction, get_args(Reduction))
-        check_bool("power_of_two", self.power_of_two)
+        check_int("AutoScaledFP8.growth_steps", self.growth_steps)
+        check_int("AutoScaledFP8.patience", self.patience, least=0)
+        check_int("AutoScaledFP8.min_size", self.min_size, least=0)
+        check_one_of("AutoScaledFP8.scaling", self.scaling, get_args(Scaling))
+        check_one_of("AutoScaledFP8.reduction", self.reduction, get_args(Reduction))
+        check_bool("AutoScaledFP8.power_of_two", self.power_of_two)
         if not 0 <= self.max_saturated < 1:
             raise ValueError(
-                f"AutoScaledFP8(max_saturated={self.max_saturated!r}) must be a share of at least "
+                f"AutoScaledFP8.max_saturated={self.max_saturated!r} must be a share of at least "
                 "0 and below 1. Write 1e-5 for 0.001 %."
             )
 
@@ -158,7 +159,7 @@ SumMethod: TypeAlias = BFloat16Sum | TwoPhaseFP8 | AutoScaledFP8
 
 def check_method(method: Any) -> None:
     """Raise TypeError if `method` is not one of the methods."""
-    known = "BFloat16Sum(), TwoPhaseFP8() or AutoScaledFP8() of fp8.comms"
+    known = "one of BFloat16Sum(), TwoPhaseFP8() and AutoScaledFP8() of fp8.comms"
     check_type("method", method, SumMethod, known)
 
 

@@ -358,7 +358,7 @@ def _ends_of(stacks: list[list[str]], first: int, last: int) -> frozenset[str]:
     ValueError if a number is negative, if the model has no stack, or if no block would be left.
     """
     for name, number in (("keep_first", first), ("keep_last", last)):
-        check_int(name, number, "a number of blocks", least=0)
+        check_int(name, number, "a number of blocks, an integer", least=0)
     if first == last == 0:
         return frozenset()
     if not stacks:

@@ -160,7 +160,7 @@ class FP8DenseGeneral(_KernelModule, nn.DenseGeneral):
 
 @documented
 class FP8Einsum(_PrologueModule, nn.Einsum):
-    """`flax.linen.Einsum` in FP8, which has no `dot_general_cls=` for a plug.
+    """`flax.linen.Einsum` in FP8. flax's layer has no argument for another matmul.
 
     flax's arguments come first, then the options of `fp8.dot_general`. The input is lhs, and the
     kernel is rhs.

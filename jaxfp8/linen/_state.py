@@ -176,11 +176,12 @@ _pack_code = next(_codes, None)
 # The partition specs of a linen model's quantizer state.
 
 
-def refuse_variables(name: str, tree: PyTree, cure: str) -> None:
-    """Raise FP8StateError if an argument holds all variables of a model, and not a part of them."""
+def refuse_variables(name: str, tree: PyTree, needed: str, cure: str) -> None:
+    """Raise FP8StateError if an argument holds collections, and not what is in one of them."""
     if isinstance(tree, Mapping) and COLLECTION in tree:
         raise FP8StateError(
-            f"{name} holds all variables {list(tree)}, but a part of them is needed. Write {cure}."
+            f"{name} holds the collections {list(tree)}, but only {needed} are needed. Write "
+            f"{cure}."
         )
 
 
@@ -210,7 +211,7 @@ def state_specs(state: PyTree, param_specs: PyTree) -> PyTree:
       >>> set(jax.tree.leaves(specs))
       {P()}
     """
-    refuse_variables("state", state, f"state=variables[{COLLECTION!r}]")
+    refuse_variables("state", state, "the states", f"state=variables[{COLLECTION!r}]")
     check_tree(state)
 
     def kernel_spec(path: tuple[Any, ...]) -> jax.P:

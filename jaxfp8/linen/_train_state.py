@@ -81,7 +81,7 @@ class TrainState(flax.training.train_state.TrainState):
           FP8StateError: if `params` holds the collection, or if `fp8_state` holds anything but
             states.
         """
-        refuse_variables("params", params, "params=variables['params']")
+        refuse_variables("params", params, "the parameters", "params=variables['params']")
         _check_state(fp8_state)
         created: Self = super().create(
             apply_fn=apply_fn, params=params, tx=tx, fp8_state=fp8_state, **fields
@@ -104,7 +104,7 @@ class TrainState(flax.training.train_state.TrainState):
             of `ts.fp8_state`.
         """
         cure = "grads=grads['params'], and fp8_state= the state that fp8.value_and_grad returned"
-        refuse_variables("grads", grads, cure)
+        refuse_variables("grads", grads, "the parameters", cure)
         _check_state(fp8_state)
         new: Any = jax.tree.structure(fp8_state)
         old: Any = jax.tree.structure(self.fp8_state)
@@ -132,7 +132,8 @@ def _with_state(
 
 
 def _check_state(fp8_state: PyTree) -> None:
-    refuse_variables("fp8_state", fp8_state, f"fp8_state=variables[{COLLECTION!r}]")
+    cure = f"fp8_state=variables[{COLLECTION!r}]"
+    refuse_variables("fp8_state", fp8_state, "the quantizer states", cure)
     if fp8_state is None:
         raise FP8StateError(
             "fp8_state is None, but a dict is needed. Write "

@@ -17,7 +17,7 @@ from jax import lax
 from jaxfp8._call import check_options, option_names
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, ArrayLike, DType, Tensor
-from jaxfp8.numerics._formats import FLOAT_DTYPES
+from jaxfp8.numerics._formats import check_float_dtype
 from jaxfp8.plan._kernels import Kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._presets import check_recipe
@@ -178,11 +178,7 @@ def check_float(name: str, x: ArrayLike) -> Array:
     """x as an array of a dtype that can be quantized."""
     if not isinstance(x, jax.Array):
         x = _one_array(name, x)
-    if x.dtype.name not in FLOAT_DTYPES:
-        raise TypeError(
-            f"{name} has dtype {x.dtype.name}, which cannot be quantized. Cast it to one of "
-            f"{list(FLOAT_DTYPES)}."
-        )
+    check_float_dtype(name, x)
     return x
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._check import check_one_of
+from jaxfp8._check import check_int, check_one_of
 from jaxfp8._typing import Array, ArrayLike
 from jaxfp8.matmul._options import check_float
 from jaxfp8.ops._dispatch_matmul import check_choices, to_int32
@@ -66,10 +66,7 @@ def top_k(
       section 2.1.2.
     """
     logits = _checked(logits)
-    if type(k) is not int or not 1 <= k <= logits.shape[1]:
-        raise ValueError(
-            f"k={k!r} must be an integer from 1 to the number of experts, {logits.shape[1]}."
-        )
+    check_int("k", k, most=logits.shape[1])  # the number of experts
     check_one_of("scores", scores, get_args(Scores))
     score = jax.nn.softmax(logits, axis=1) if scores == "softmax" else jax.nn.sigmoid(logits)
     gates, chosen = lax.top_k(score, k)

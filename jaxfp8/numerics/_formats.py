@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxfp8._typing import DType
+from jaxfp8._typing import Array, DType
 
 # The 8-bit formats and the values that they can hold.
 
@@ -89,13 +89,19 @@ def format_of(dtype: DType) -> Format:
 
 def check_value_format(format: object) -> None:
     """Raise ValueError unless values can be stored in the format."""
-    if format not in VALUE_FORMATS:
+    if not isinstance(format, Format) or format not in VALUE_FORMATS:
         raise ValueError(f"format={format!r} cannot hold values; use one of {list(VALUE_FORMATS)}.")
 
 
 # The dtypes that go into a cast and come out of a matmul.
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def check_float_dtype(name: str, x: Array) -> None:
+    """Raise TypeError unless an array has a dtype of `FLOAT_DTYPES`."""
+    if x.dtype.name not in FLOAT_DTYPES:
+        raise TypeError(f"{name} has dtype {x.dtype.name}. Cast it to one of {list(FLOAT_DTYPES)}.")
 
 
 def sum_dtype(dtype: DType) -> DType:

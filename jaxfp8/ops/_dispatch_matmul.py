@@ -337,15 +337,16 @@ def route(
     chosen = _checked(chosen, experts)
     if axis is not None:
         _check_axis(axis, experts, chosen)
-    check_capacity_factor(capacity_factor)
-    return Route.of(chosen, experts=experts, axis=axis, capacity_factor=capacity_factor)
+    factor = check_capacity_factor(capacity_factor)
+    return Route.of(chosen, experts=experts, axis=axis, capacity_factor=factor)
 
 
-def check_capacity_factor(factor: object) -> None:
-    """Raise ValueError unless this is a number above 0, or None."""
-    if factor is not None:
-        needed = "a number above 0, for instance 1.25. None has as many slots as may be needed"
-        check_number("capacity_factor", factor, needed)
+def check_capacity_factor(factor: object) -> float | None:
+    """The factor as a float, or None. ValueError unless it is a number above 0."""
+    if factor is None:
+        return None
+    needed = "a number above 0, for instance 1.25. None has as many slots as may be needed"
+    return check_number("capacity_factor", factor, needed)
 
 
 def check_experts(experts: int, devices: int, axis: str) -> None:
@@ -382,7 +383,7 @@ def to_int32(chosen: Array, experts: int) -> Array:
 
 def _checked(given: ArrayLike, experts: int) -> Array:
     """The choices as i32[T, k]."""
-    check_int("experts", experts)
+    check_int("experts", experts, "the number of experts, an integer")
     chosen = check_choices(given)
     if not all(isinstance(size, int) for size in chosen.shape):
         raise ValueError(

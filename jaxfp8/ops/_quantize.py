@@ -29,8 +29,8 @@ from jaxfp8.matmul._options import check_arrays, check_float
 from jaxfp8.numerics._exact import TINY
 from jaxfp8.numerics._formats import (
     E5M2,
-    FLOAT_DTYPES,
     Format,
+    check_float_dtype,
     check_out_dtype,
     check_value_format,
     product_dtype,
@@ -143,10 +143,7 @@ def _check_add_to(add_to: Array, shape: Axes) -> None:
             f"add_to has shape {list(add_to.shape)}, but the product that is added to it has "
             f"{list(shape)}: give it that shape."
         )
-    if add_to.dtype.name not in FLOAT_DTYPES:
-        raise TypeError(
-            f"add_to is of dtype {add_to.dtype.name}; cast it to one of {list(FLOAT_DTYPES)}."
-        )
+    check_float_dtype("add_to", add_to)
 
 
 def _check_rows(name: str, operand: QuantizedTensor, axes: OperandAxes) -> None:

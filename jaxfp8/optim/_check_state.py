@@ -325,7 +325,7 @@ def _found(
             names = bare if bare in wanted else names
         if names not in wanted:
             places[names] = keystr(path) or "the state"
-        check_readable(keystr(path), leaf)
+        check_readable(keystr(path) or "the state", leaf, ValueError)
         found[names] = leaf
     return found, places
 

@@ -231,7 +231,7 @@ def with_master_weights(
       >>> params["w"]
       Array([0.996094, 0.996094], dtype=bfloat16)
     """
-    kinds = "Float32(), BFloat16Plus(bits=16), BFloat16Plus(bits=8) or Float16()"
+    kinds = "one of Float32(), BFloat16Plus(bits=16), BFloat16Plus(bits=8) and Float16()"
     check_type("master", master, AbstractMaster, kinds)
     master.check_master()
     inner = optax.with_extra_args_support(tx)

@@ -298,7 +298,10 @@ def _shard_key(key: Array, x: Array) -> Array:
 
 def _check_format(field: str, format: Any) -> None:
     """Raise TypeError or ValueError unless a field can be stored so."""
-    known = "Float32(), BFloat16(), Float16(), FP8(), Int8(), ExpandedFP8() or PerParameter(...)"
+    known = (
+        "one of Float32(), BFloat16(), Float16(), FP8(), Int8(), ExpandedFP8() and "
+        "PerParameter(rules, format)"
+    )
     check_type(field, format, AbstractMomentFormat, known)
     reason = format.for_second_moment
     if field not in FIRST | SECOND:

@@ -1,7 +1,8 @@
 """Which backends are tried for each matmul and each cast of a training step.
 
-A kernel that is made for the chip is tried first if it is estimated to be faster than XLA's
-program. The choice depends on static values only, so every process makes the same choice.
+A matmul first tries a kernel that is made for the chip if it is estimated to be faster than XLA's
+program. A cast of tiles first tries the kernel, without an estimate. The choice depends on static
+values only, so every process makes the same choice.
 
 Letters: a layer (M, K, N) computes y [M, N] = x [M, K] @ w [K, N]. g [M, N] is the gradient of y.
 """

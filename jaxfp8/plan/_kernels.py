@@ -64,9 +64,10 @@ class Kernels:
     Every layer, op and plug takes it as `kernels=`. A cast of one array has the same bits with all
     kernels. Results of matmuls differ in the order of their additions.
 
-    `Kernels()` is the default: XLA computes everything, on every chip. `Kernels("h200")` uses a
-    kernel that is made for that chip if it is estimated to be faster than XLA's program, and can do
-    the case. `print(kernels.choices(recipe, shape))` shows each choice and its reason.
+    `Kernels()` is the default: XLA computes everything, on every chip. With `Kernels("h200")` a
+    matmul uses a kernel that is made for that chip if it is estimated to be faster than XLA's
+    program. Tiles are cast by Pallas, without an estimate. XLA does what a kernel cannot do.
+    `print(kernels.choices(recipe, shape))` shows each choice and its reason.
 
     - Tiles on Hopper ("h100", "h200"): casts and matmuls in Pallas, which needs jax 0.11.
     - Tiles on Blackwell ("b200"): casts in Pallas, and matmuls of cuDNN if scales are powers of
@@ -91,7 +92,7 @@ class Kernels:
       matmuls: name of the backend of all matmuls: "xla", "mosaic", "cudnn" or "reference". None:
         by estimates.
       timings: measured times of matmuls, from `fp8.plan.autotune`. A matmul with a time uses its
-        fastest backend. Estimates choose for other matmuls, and for casts, which are not timed.
+        fastest backend. Other matmuls and all casts are chosen as without timings.
 
     Raises:
       ValueError: for an unknown chip or backend, or a backend that is not made for the chip. Also

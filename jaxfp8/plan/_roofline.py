@@ -127,7 +127,7 @@ def roofline(
     Raises:
       ValueError: for a shape that is not three positive integers, kernels without a chip, a chip
         without figures (cpu, tpu, mi300x), the backend "reference", a quantizer that is not one of
-        `fp8.quantizers`, or a number of casts below 0.
+        `fp8.quantizers`, or a number of casts outside 0 to 1000.
       TypeError: if `recipe` is not a Recipe, or if `kernels` is not a Kernels.
 
     Example:
@@ -149,8 +149,8 @@ def roofline(
       1.69x and current 1.58x.
     """
     chip = check_estimable(kernels)
-    needed = "the number of casts of w in a step: 1, or 1 / 8 for one cast for 8 microbatches"
-    check_number("weight_casts", weight_casts, needed, least=0, most=1000)
+    needed = "the number of casts of w in a forward and backward pass, 0 to 1000"
+    casts_of_w = check_number("weight_casts", weight_casts, needed, least=0, most=1000)
     number, plain, padded = 1, shape, shape
     if groups is None:
         choices = kernels.choices(recipe, shape)
@@ -179,8 +179,8 @@ def roofline(
         of_tensor = recipe, tensor, number * count, routes, chip
         cost = cast_cost(names[tensor], *of_tensor)
         if tensor == "w":
-            cost = cost.times(weight_casts)
-            if weight_casts < 1:
+            cost = cost.times(casts_of_w)
+            if casts_of_w < 1:
                 cost += cast_cost("xla", *of_tensor, held=True)
         casts += cost
         if cost.bytes:
@@ -271,9 +271,10 @@ class SkipSlow:
 
     def __post_init__(self) -> None:
         check_estimable(self.kernels)
-        check_number("at_least", self.at_least, "a positive number, 1.0 for break-even")
+        needed = "bf16 time / FP8 time, a positive number: 1.0 for break-even"
+        check_number("at_least", self.at_least, needed)
         if self.tokens is not None:
-            check_int("tokens", self.tokens)
+            check_int("tokens", self.tokens, "None, for shapes (M, K, N), or an integer")
 
     def __call__(self, path: str, shape: tuple[int, ...], recipe: Recipe) -> Recipe:
         """`recipe`, or identity with the reason in its name. One printed line names `path`."""

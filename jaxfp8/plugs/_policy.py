@@ -1,20 +1,14 @@
-"""What plugs share: the recipe and options of a layer, and how a framework holds its state."""
+"""What plugs share: the recipe and options of a layer, and the import of a framework."""
 
 import dataclasses
 import importlib
-from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxfp8._call import check_options
-from jaxfp8._typing import Array
 from jaxfp8.matmul._options import LayerOptions, check_save_original, check_state_channel
 from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.state._init import init_state
-from jaxfp8.state._state import LEAVES, MatmulState
 
 # The recipe and the options of a matmul, as one hashable value: a static field of a layer.
 
@@ -64,28 +58,3 @@ def import_guest(module: str, package: str) -> Any:
             f"with: pip install {package}",
             name=module,
         ) from error
-
-
-# A state as separate arrays, for frameworks whose variables are arrays with names.
-
-PREFIX = "fp8_"
-
-
-def leaf_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
-    """The shape of each array of a state, by the name of its variable. All are float32.
-
-    An array begins as zeros: a state that is 0 everywhere is unset.
-    """
-    state = init_state(recipe)
-    if not isinstance(state, MatmulState):
-        return {}
-    return {PREFIX + name: jnp.shape(getattr(state, name)) for name in LEAVES}
-
-
-def state_from_variables(recipe: Recipe, variable: Callable[[str], Array]) -> Any:
-    """The state whose arrays are variables, which `variable` returns by name. () without state."""
-    state = init_state(recipe)
-    if not isinstance(state, MatmulState):
-        return ()
-    leaves: dict[str, Any] = {name: variable(PREFIX + name) for name in LEAVES}
-    return dataclasses.replace(state, **leaves)

@@ -4,7 +4,9 @@ axlearn keeps quantizer state in parameters. Its learner overwrites them with th
 `OverrideInplaceUpdateTransformation` has a rule for them.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Unpack
 
 import jax.numpy as jnp
@@ -12,9 +14,12 @@ import jax.numpy as jnp
 from jaxfp8._typing import Array
 from jaxfp8.matmul._options import LayerOptions
 from jaxfp8.ops._einsum import einsum
-from jaxfp8.plugs._policy import PREFIX, Policy, import_guest, leaf_shapes, state_from_variables
+from jaxfp8.plugs._policy import Policy, import_guest
 from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.state._init import init_state
+from jaxfp8.state._state import LEAVES, MatmulState
 
+PREFIX = "fp8_"  # of the variables of a state, each an array with a name
 UPDATE_RULES = (f".*/{PREFIX}.*",)
 """`rules` of axlearn's `OverrideInplaceUpdateTransformation`, for recipes with state."""
 
@@ -87,3 +92,23 @@ def _layer() -> Any:
             )  # fmt: skip
 
     return FP8Einsum
+
+
+def leaf_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
+    """The shape of each array of a state, by the name of its variable. All are float32.
+
+    An array begins as zeros: a state that is 0 everywhere is unset.
+    """
+    state = init_state(recipe)
+    if not isinstance(state, MatmulState):
+        return {}
+    return {PREFIX + name: jnp.shape(getattr(state, name)) for name in LEAVES}
+
+
+def state_from_variables(recipe: Recipe, variable: Callable[[str], Array]) -> Any:
+    """The state whose arrays are variables, which `variable` returns by name. () without state."""
+    state = init_state(recipe)
+    if not isinstance(state, MatmulState):
+        return ()
+    leaves: dict[str, Any] = {name: variable(PREFIX + name) for name in LEAVES}
+    return dataclasses.replace(state, **leaves)

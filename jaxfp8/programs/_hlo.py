@@ -144,8 +144,8 @@ def check_compiled(compiled: object) -> None:
     """Raise TypeError unless it is a compiled program or its text."""
     if not isinstance(compiled, str | jax.stages.Compiled):
         raise TypeError(
-            f"compiled is a {type(compiled).__name__}. Pass jax.jit(f).lower(...).compile() or its "
-            "as_text()."
+            f"compiled is of type {type(compiled).__name__}. Pass jax.jit(f).lower(...).compile(), "
+            "or its as_text()."
         )
 
 

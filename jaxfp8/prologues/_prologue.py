@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8._check import check_number
 from jaxfp8._typing import Array, ArrayLike, Axes, DType
-from jaxfp8.numerics._formats import FLOAT_DTYPES
+from jaxfp8.numerics._formats import check_float_dtype
 
 
 class _FromArrays:
@@ -114,10 +114,7 @@ class AbstractPrologue(abc.ABC):
                 "pass one array for each name."
             )
         for name, each in zip(self.names, given, strict=True):
-            if each.dtype.name not in FLOAT_DTYPES:
-                raise TypeError(
-                    f"{name} has dtype {each.dtype.name}; cast it to one of {list(FLOAT_DTYPES)}."
-                )
+            check_float_dtype(name, each)
         return self._operands(*given)
 
     @abc.abstractmethod
@@ -227,8 +224,8 @@ class RMSNorm(AbstractPrologue):
 
     def __post_init__(self) -> None:
         needed = "a positive number, finite and normal in float32, for instance 1e-6"
-        check_number("epsilon", self.epsilon, needed, least=2.0**-126)
-        object.__setattr__(self, "epsilon", float(self.epsilon))
+        epsilon = check_number("epsilon", self.epsilon, needed, least=2.0**-126, most=2.0**127)
+        object.__setattr__(self, "epsilon", epsilon)
 
     def _operands(self, *arrays: Array) -> tuple[Array, ...]:
         x, gain = arrays

@@ -63,10 +63,7 @@ class Delayed(AbstractQuantizer):
         check_one_of("rounding", self.rounding, get_args(Rounding))
         check_int("history_length", self.history_length)
         check_one_of("algorithm", self.algorithm, ("max", "most_recent"))
-        if type(self.margin) is not int or not 0 <= self.margin <= 64:
-            raise ValueError(
-                f"margin={self.margin!r} must be an integer between 0 and 64 (powers of two)."
-            )
+        check_int("margin", self.margin, "a power of two, an integer", least=0, most=64)
 
     @property
     def value_format(self) -> Format:
@@ -266,10 +263,10 @@ def _wide_operands(x: Produced) -> int:
 # Static scaling: the scale is a constant that was calibrated before.
 
 
-def check_scale(name: str, scale: object) -> None:
+def check_scale(name: str, scale: object) -> float:
     """Raise ValueError unless the scale and its inverse are normal float32 numbers."""
     needed = "a positive number between 2**-126 and 2**126"
-    check_number(name, scale, needed, least=2.0**-126, most=2.0**126)
+    return check_number(name, scale, needed, least=2.0**-126, most=2.0**126)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -296,8 +293,7 @@ class Static(AbstractQuantizer):
 
     def __post_init__(self) -> None:
         check_value_format(self.format)
-        check_scale("scale", self.scale)
-        object.__setattr__(self, "scale", float(self.scale))  # of NumPy, for instance
+        object.__setattr__(self, "scale", check_scale("scale", self.scale))  # a float, not NumPy's
         check_one_of("rounding", self.rounding, get_args(Rounding))
 
     @property

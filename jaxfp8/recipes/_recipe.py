@@ -83,7 +83,7 @@ class Operands:
 def _check_quantizer(side: str, quantizer: Any) -> None:
     """Raise TypeError or ValueError unless a recipe can hold the quantizer."""
     check_type(
-        side, quantizer, AbstractQuantizer, "a quantizer of fp8.quantizers; Identity() for none"
+        side, quantizer, AbstractQuantizer, "a quantizer of fp8.quantizers, Identity() for none"
     )
     kind = type(quantizer).__name__
     parameters = getattr(quantizer, "__dataclass_params__", None)
@@ -107,7 +107,7 @@ def _check_quantizer(side: str, quantizer: Any) -> None:
         )
     if not quantizer.stateful:
         return
-    check_int(f"{side} is a {kind} with history_length", quantizer.history_length)
+    check_int(f"{side}: {kind}.history_length", quantizer.history_length)
     if not quantizer.granularity.in_one:
         raise ValueError(
             f"{side}={quantizer!r} has state. A row of state has one scale, but its granularity is "

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxfp8._check import check_type
 from jaxfp8.numerics._formats import E4M3, E5M2, E8M0, Format
 from jaxfp8.numerics._granularity import PerRow, PerTensor
 from jaxfp8.numerics._per_block import PerBlock
@@ -86,11 +87,8 @@ def parse(text: str) -> Recipe:
       >>> fp8.recipes.parse("delayed(history_length=1024, gradient=E4M3)").dgrad.lhs.format
       E4M3
     """
-    if not isinstance(text, str):
-        raise TypeError(
-            f"text={text!r} is of type {type(text).__name__}. parse reads a string, for instance "
-            "'blockwise(x_tile_dim=1)'. For a dict use fp8.recipes.from_dict."
-        )
+    needed = "a string, for instance 'blockwise(x_tile_dim=1)'. For a dict use from_dict"
+    check_type("text", text, str, needed)
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

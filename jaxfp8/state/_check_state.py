@@ -124,10 +124,10 @@ def check_state(
     return jax.tree.unflatten(structure, [place.state for place in places])
 
 
-def check_readable(name: str, leaf: Any) -> None:
-    """Raise FP8StateError if an array has no values that can be read."""
+def check_readable(name: str, leaf: Any, error: type[ValueError] = FP8StateError) -> None:
+    """Raise the error if an array has no values that can be read."""
     if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
-        raise FP8StateError(
+        raise error(
             f"{name} is {leaf}, whose values cannot be read. Call check_state on arrays, outside "
             "of jit, before the first step."
         )

@@ -31,7 +31,7 @@ class WeightAxes:
 
     Raises:
       TypeError: if a field has another type.
-      ValueError: if an axis is named twice.
+      ValueError: if an axis is named twice, or if `stacked` is no number of axes.
 
     Example:
       >>> WeightAxes(contracted=(0, 1))  # the kernel [heads, features, D] after attention
@@ -53,7 +53,7 @@ class WeightAxes:
                 f"contracted={self.contracted!r} and batch={self.batch!r} must be tuples of axes, "
                 "counted from 0: contracted=(0,)."
             )
-        check_int("stacked", self.stacked, "a number of leading axes", least=0)
+        check_int("stacked", self.stacked, "a number of leading axes, an integer", least=0)
         check_type("shard", self.shard, Shard | None, "an fp8.Shard or None")
         check_type(
             "reduce_axes", self.reduce_axes, tuple | None, "a tuple of names of mesh axes, or None"

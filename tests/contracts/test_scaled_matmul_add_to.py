@@ -136,7 +136,7 @@ def test_vmap(backend):
             ValueError,
             r"add_to has shape \[70, 37\], but the product .* has \[70, 36\]: give it",
         ),
-        (jnp.zeros((M, N), jnp.int32), TypeError, r"add_to is of dtype int32; cast it to one of"),
+        (jnp.zeros((M, N), jnp.int32), TypeError, r"add_to has dtype int32. Cast it to one of"),
         (1.0, TypeError, r"add_to is of type float; pass an array of shape \[70, 36\]"),
         (
             quantized(jnp.zeros((M, N))),

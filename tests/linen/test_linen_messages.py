@@ -132,7 +132,7 @@ MESSAGES = {
     "state_specs of variables": Message(
         fp8.FP8StateError,
         lambda: linen.state_specs(VARIABLES, {"kernel": jax.P()}),
-        "all variables ['_overwrite_with_gradient', 'params']",
+        "holds the collections ['_overwrite_with_gradient', 'params']",
         "a part of them is needed",
         "variables['_overwrite_with_gradient']",
     ),
@@ -153,14 +153,14 @@ MESSAGES = {
     "TrainState of variables": Message(
         fp8.FP8StateError,
         lambda: created(params=VARIABLES),
-        "params holds all variables ['_overwrite_with_gradient', 'params']",
+        "params holds the collections ['_overwrite_with_gradient', 'params']",
         "a part of them is needed",
         "params=variables['params']",
     ),
     "TrainState, variables as state": Message(
         fp8.FP8StateError,
         lambda: created(fp8_state=VARIABLES),
-        "fp8_state holds all variables ['_overwrite_with_gradient', 'params']",
+        "fp8_state holds the collections ['_overwrite_with_gradient', 'params']",
         "a part of them is needed",
         "fp8_state=variables['_overwrite_with_gradient']",
     ),
@@ -228,7 +228,7 @@ MESSAGES = {
     "TrainState, joined gradients": Message(
         fp8.FP8StateError,
         lambda: created().apply_gradients(grads=VARIABLES, fp8_state=VARIABLES[COLLECTION]),
-        "grads holds all variables ['_overwrite_with_gradient', 'params']",
+        "grads holds the collections ['_overwrite_with_gradient', 'params']",
         "a part of them is needed",
         "the state that fp8.value_and_grad returned",
     ),

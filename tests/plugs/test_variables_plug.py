@@ -1,6 +1,6 @@
-"""`jaxfp8.plugs.axlearn`: states as variables, in the real packages if installed.
+"""`jaxfp8.plugs.axlearn`: states as variables, in the real package if installed.
 
-The first tests repeat what both do: each array of a state is a variable that begins as zeros, and
+The first test repeats what it does: each array of a state is a variable that begins as zeros, and
 is overwritten with its gradient.
 """
 
@@ -17,7 +17,8 @@ from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
 from jaxfp8.plugs import axlearn, equinox, haliax
-from jaxfp8.plugs._policy import import_guest, leaf_shapes, state_from_variables
+from jaxfp8.plugs._policy import import_guest
+from jaxfp8.plugs.axlearn import leaf_shapes, state_from_variables
 from jaxfp8.plugs.haliax import _from_bytes, _split, _StateBytes
 
 RECIPES = ("delayed", "current", "blockwise", "mxfp8")
