@@ -11,6 +11,7 @@ from fault_table import Sources, room_of
 # Where the tests of a room are, below tests/. A room that is not here has a folder of its name.
 TESTS = {
     "_call": ("ops/test_unknown_options.py", "conversion"),
+    "_check": ("test_check.py",),
     "_geometry": ("test_geometry.py",),
     "_layer_arguments": ("test_layer_arguments.py",),
     "_quantized_tensor": ("tensors",),
