@@ -63,7 +63,7 @@ class Delayed(AbstractQuantizer):
         check_one_of("rounding", self.rounding, get_args(Rounding))
         check_int("history_length", self.history_length)
         check_one_of("algorithm", self.algorithm, ("max", "most_recent"))
-        check_int("margin", self.margin, "a power of two, an integer", least=0, most=64)
+        check_int("margin", self.margin, least=0, most=64)
 
     @property
     def value_format(self) -> Format:

@@ -69,7 +69,7 @@ def mistake(tmp_path, capsys, monkeypatch):
         ("--set marginn=1", r"--set marginn=1: .* no fields \['marginn'\]; it has \['forward', "),
         (
             '--set margin="1"',
-            "--recipe delayed --set margin=\"1\": margin='1' must be an integer between 0 and 64",
+            "--recipe delayed --set margin=\"1\": margin='1' must be an integer from 0 to 64",
         ),
         ("--set margin=true", "margin=True must be an integer"),
         ("--set power_of_two=1", "power_of_two=1 must be True or False"),

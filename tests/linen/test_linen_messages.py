@@ -133,7 +133,7 @@ MESSAGES = {
         fp8.FP8StateError,
         lambda: linen.state_specs(VARIABLES, {"kernel": jax.P()}),
         "holds the collections ['_overwrite_with_gradient', 'params']",
-        "a part of them is needed",
+        "only the states are needed",
         "variables['_overwrite_with_gradient']",
     ),
     "state_specs of an array": Message(
@@ -154,14 +154,14 @@ MESSAGES = {
         fp8.FP8StateError,
         lambda: created(params=VARIABLES),
         "params holds the collections ['_overwrite_with_gradient', 'params']",
-        "a part of them is needed",
+        "only the parameters are needed",
         "params=variables['params']",
     ),
     "TrainState, variables as state": Message(
         fp8.FP8StateError,
         lambda: created(fp8_state=VARIABLES),
         "fp8_state holds the collections ['_overwrite_with_gradient', 'params']",
-        "a part of them is needed",
+        "only the quantizer states are needed",
         "fp8_state=variables['_overwrite_with_gradient']",
     ),
     "TrainState, parameters as state": Message(
@@ -229,7 +229,7 @@ MESSAGES = {
         fp8.FP8StateError,
         lambda: created().apply_gradients(grads=VARIABLES, fp8_state=VARIABLES[COLLECTION]),
         "grads holds the collections ['_overwrite_with_gradient', 'params']",
-        "a part of them is needed",
+        "only the parameters are needed",
         "the state that fp8.value_and_grad returned",
     ),
 }

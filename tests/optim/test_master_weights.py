@@ -280,7 +280,7 @@ def test_update_needs_params():
 
 @pytest.mark.parametrize("master", [Float32, "float32", None])
 def test_master_must_be_a_kind(master):
-    with pytest.raises(TypeError, match="must be Float32"):
+    with pytest.raises(TypeError, match="must be one of Float32"):
         with_master_weights(optax.sgd(0.1), master=master)
 
 

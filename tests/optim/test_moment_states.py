@@ -89,7 +89,7 @@ def test_each_step_and_each_array_has_its_own_random_bits():
     [
         (lambda: adamw(1e-3, nu=FP8()), ValueError, "cannot store a second moment"),
         (lambda: adamw(1e-3, nu=Int8(companding=False)), ValueError, "linear steps"),
-        (lambda: adamw(1e-3, mu=jnp.bfloat16), TypeError, "must be Float32"),
+        (lambda: adamw(1e-3, mu=jnp.bfloat16), TypeError, "must be one of Float32"),
         (
             lambda: with_moment_formats(optax.sgd(0.1), {"mu": FP8()}).init(params()),
             ValueError,

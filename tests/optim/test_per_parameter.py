@@ -149,7 +149,7 @@ def test_muon_and_release_and_the_fused_update():
         (
             lambda: adamw(1e-3, mu=PerParameter([(".*", "float32")], Int8())),
             TypeError,
-            "must be Float32",
+            "must be one of Float32",
         ),
         (lambda: adamw(1e-3, nu=PerParameter([], FP8())), ValueError, "cannot store a second"),
         (

@@ -154,7 +154,7 @@ def test_arrays_that_a_text_does_not_take():
 
 
 def test_neither_a_program_nor_its_text():
-    with pytest.raises(TypeError, match="compiled is a function"):
+    with pytest.raises(TypeError, match="compiled is of type function"):
         run_on_cpu(lambda x: x, jnp.ones(3))
     with pytest.raises(ValueError, match="0 ENTRY computations"):
         run_on_cpu("nothing")

@@ -95,8 +95,8 @@ TILES = {**FORMAT, "granularity": fp8.PerBlock((1, 32))}
             {**FORMAT, "algorithm": "mean"},
             ("algorithm='mean'", "use 'max' or 'most_recent'"),
         ),
-        (ValueError, Delayed, {**FORMAT, "margin": -1}, ("margin=-1", "between 0 and 64")),
-        (ValueError, Delayed, {**FORMAT, "margin": 65}, ("margin=65", "between 0 and 64")),
+        (ValueError, Delayed, {**FORMAT, "margin": -1}, ("margin=-1", "from 0 to 64")),
+        (ValueError, Delayed, {**FORMAT, "margin": 65}, ("margin=65", "from 0 to 64")),
         (ValueError, Delayed, {**FORMAT, "margin": 0.5}, ("margin=0.5", "integer")),
         (
             TypeError,

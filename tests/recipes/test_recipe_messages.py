@@ -44,7 +44,7 @@ MISUSE = [
         lambda: fp8.recipes.delayed(algorithm="mean"),
         ("algorithm='mean'", "'most_recent'"),
     ),
-    (ValueError, lambda: fp8.recipes.delayed(margin=-1), ("margin=-1", "between 0 and 64")),
+    (ValueError, lambda: fp8.recipes.delayed(margin=-1), ("margin=-1", "from 0 to 64")),
     (ValueError, lambda: fp8.recipes.delayed(forward=fp8.E8M0), ("format=E8M0", "use one of")),
     (
         TypeError,
