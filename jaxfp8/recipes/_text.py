@@ -87,9 +87,7 @@ def parse(text: str) -> Recipe:
       >>> fp8.recipes.parse("delayed(history_length=1024, gradient=E4M3)").dgrad.lhs.format
       E4M3
     """
-    needed = (
-        "a string, for instance 'blockwise(x_tile_dim=1)'. For a dict: fp8.recipes.from_dict"
-    )
+    needed = "a string, for instance 'blockwise(x_tile_dim=1)'. For a dict: fp8.recipes.from_dict"
     check_type("text", text, str, needed)
     try:
         tree = ast.parse(text.strip(), mode="eval").body
