@@ -101,7 +101,7 @@ def mistakes(layer):
         ),
         "a gain of integers": Message(
             TypeError, call((x, jnp.ones(D, int)), RMS_NORM), "inputs, gain has dtype int32",
-            "has dtype int32", "Cast it to",
+            "Cast it to one of", "bfloat16",
         ),
         "two shapes": Message(
             ValueError, call((x, x[:, :1])), "gate", "[8, 16, 40]", "give both one shape"

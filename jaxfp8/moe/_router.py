@@ -66,7 +66,7 @@ def top_k(
       section 2.1.2.
     """
     logits = _checked(logits)
-    check_int("k", k, most=logits.shape[1])  # the number of experts
+    check_int("k", k, "the choices of a token, an integer", most=logits.shape[1])
     check_one_of("scores", scores, get_args(Scores))
     score = jax.nn.softmax(logits, axis=1) if scores == "softmax" else jax.nn.sigmoid(logits)
     gates, chosen = lax.top_k(score, k)

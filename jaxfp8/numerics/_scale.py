@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +124,7 @@ class ScaleRule:
             raise ValueError(
                 f"scale_format={self.scale_format!r} holds no scales; use None (float32) or E8M0."
             )
-        check_one_of("scale_rounding", self.scale_rounding, ("rceil", "floor"))
+        check_one_of("scale_rounding", self.scale_rounding, get_args(ScaleRounding))
         if self.scale_rounding != "rceil" and self.scale_format is None:
             raise ValueError(
                 f"scale_rounding={self.scale_rounding!r} needs E8M0 scales; pass scale_format=E8M0 "

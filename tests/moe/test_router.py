@@ -173,7 +173,7 @@ def test_load_of_every_dtype_of_integers():
         (lambda: moe.top_k(jnp.ones((2, 3, 4)), 1), ValueError, r"\[2, 3, 4\].*Pass \[T, E\]"),
         (lambda: moe.top_k(jnp.ones((0, 4)), 1), ValueError, r"\[0, 4\]"),
         (lambda: moe.top_k(jnp.ones((2, 4), int), 1), TypeError, "logits has dtype int32"),
-        (lambda: moe.top_k(logits(), 0), ValueError, "k=0 must be an integer from 1 to.* 8"),
+        (lambda: moe.top_k(logits(), 0), ValueError, "k=0 must be .*an integer from 1 to 8"),
         (lambda: moe.top_k(logits(), E + 1), ValueError, "k=9 must be"),
         (lambda: moe.top_k(logits(), True), ValueError, "k=True must be"),
         (lambda: moe.top_k(logits(), 2, scores="relu"), ValueError, "scores='relu' is unknown"),

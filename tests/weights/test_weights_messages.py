@@ -136,7 +136,7 @@ MESSAGES = {
     ),
     "integers": Message(
         TypeError, lambda: quantize(jnp.ones((4, 4), jnp.int32)), "w has dtype int32",
-        "has dtype int32", "'bfloat16'",
+        "Cast it to one of", "'bfloat16'",
     ),
     "no axes": Message(
         ValueError, lambda: quantize(rules=[("w", WeightAxes(stacked=2))]),
