@@ -15,11 +15,14 @@ from typing import Any, TypeAlias
 
 from jax.extend.core import Literal
 
-Rule: TypeAlias = Callable[[Any, list[int], bool], list[int] | None]
-"""`rule(eqn, labels, last)`: what a reader knows of an equation.
+Place: TypeAlias = tuple[int, ...]
+"""Where an equation is: its number, or those of an equation, a program inside of it, and so on."""
+
+Rule: TypeAlias = Callable[[Any, list[int], Place | None], list[int] | None]
+"""`rule(eqn, labels, place)`: what a reader knows of an equation.
 
 It returns the labels of the outputs, or None: then this module decides, and reads the programs
-inside of the equation. `last` is False while a loop is read until the labels of its carry stay.
+inside of the equation. `place` is None while a loop is read until the labels of its carry stay.
 `eqn` is None for programs that write to references. Nobody reads their equations.
 """
 
@@ -28,22 +31,26 @@ _CALLS = {
     "shard_map",
 }  # fmt: skip
 """They run one program, with their inputs in its order."""
-_EACH = {"device_put", "optimization_barrier"}
+EACH = {"device_put", "optimization_barrier"}
 """Each output is the input of the same place."""
 
 
-def _no_rule(eqn: Any, labels: list[int], last: bool) -> None:
-    del eqn, labels, last
+def _no_rule(eqn: Any, labels: list[int], place: Place | None) -> None:
+    del eqn, labels, place
+
+
+def _inside(place: Place | None, *numbers: int) -> Place | None:
+    return None if place is None else (*place, *numbers)
 
 
 def labels_of(
-    program: Any, labels: Sequence[int], rule: Rule = _no_rule, last: bool = True
+    program: Any, labels: Sequence[int], rule: Rule = _no_rule, place: Place | None = ()
 ) -> list[int]:
     """The labels of the outputs of a program, or of a program inside of it.
 
-    `labels` are those of its inputs. `rule` comes before the rules of this module; for `last` see
-    `Rule`. The result of `is_finite` has no labels. So an optimizer that skips gradients of NaN in
-    all parameters couples nothing.
+    `labels` are those of its inputs. `rule` comes before the rules of this module. `place` is that
+    of the program, an even number of numbers; see `Rule`. The result of `is_finite` has no labels.
+    So an optimizer that skips gradients of NaN in all parameters couples nothing.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -56,7 +63,7 @@ def labels_of(
     variables = [*jaxpr.invars, *(x for eqn in jaxpr.eqns for x in (*eqn.invars, *eqn.outvars))]
     if any(hasattr(x.aval, "inner_aval") for x in variables):
         # A reference: an equation writes to one of its inputs, which no output shows.
-        rule(None, list(labels), last)
+        rule(None, list(labels), place)
         return [union_of_labels(labels)] * len(jaxpr.outvars)
     known = dict(zip(jaxpr.invars, labels, strict=True))
 
@@ -64,11 +71,11 @@ def labels_of(
         # A literal has no hash. A constant of the program is not in `known`.
         return [0 if isinstance(x, Literal) else known.get(x, 0) for x in values]
 
-    for eqn in jaxpr.eqns:
-        inputs = read(eqn.invars)
-        outputs = rule(eqn, inputs, last)
+    for number, eqn in enumerate(jaxpr.eqns):
+        inputs, here = read(eqn.invars), _inside(place, number)
+        outputs = rule(eqn, inputs, here)
         if outputs is None:
-            outputs = _of_equation(eqn, inputs, rule, last)
+            outputs = _of_equation(eqn, inputs, rule, here)
         known.update(zip(eqn.outvars, outputs, strict=True))
     return read(jaxpr.outvars)
 
@@ -90,27 +97,30 @@ def _called(eqn: Any) -> list[Any]:
     return [x for x in eqn.params.values() if hasattr(getattr(x, "jaxpr", x), "eqns")]
 
 
-def _of_equation(eqn: Any, labels: list[int], rule: Rule, last: bool) -> list[int]:
+def _of_equation(eqn: Any, labels: list[int], rule: Rule, place: Place | None) -> list[int]:
     """The labels of the outputs of an equation, from those of its inputs."""
     name, params = eqn.primitive.name, eqn.params
     if name == "is_finite":
         return [0]
-    if name in _EACH:
+    if name in EACH:
         return labels
     if name == "cond":
         index, *operands = labels
-        branches = [labels_of(branch, operands, rule, last) for branch in params["branches"]]
+        branches = [
+            labels_of(branch, operands, rule, _inside(place, number))
+            for number, branch in enumerate(params["branches"])
+        ]
         return [index | union_of_labels(each) for each in zip(*branches, strict=True)]
     if name == "scan":
-        return _of_scan(eqn, labels, rule, last)
+        return _of_scan(eqn, labels, rule, place)
     if name == "while":
-        return _of_while(params, labels, rule, last)
+        return _of_while(params, labels, rule, place)
     if len(programs := _called(eqn)) == 1:
-        return labels_of(programs[0], labels, rule, last)
+        return labels_of(programs[0], labels, rule, _inside(place, 0))
     return [union_of_labels(labels)] * len(eqn.outvars)
 
 
-def _of_scan(eqn: Any, labels: list[int], rule: Rule, last: bool) -> list[int]:
+def _of_scan(eqn: Any, labels: list[int], rule: Rule, place: Place | None) -> list[int]:
     # jax 0.10 and 0.12 have other parameters, so shapes tell what is split along the first axis.
     program = eqn.params["jaxpr"]
     jaxpr = getattr(program, "jaxpr", program)
@@ -118,35 +128,36 @@ def _of_scan(eqn: Any, labels: list[int], rule: Rule, last: bool) -> list[int]:
     carried = _same_shapes(jaxpr.outvars, eqn.outvars)
     consts, split = labels[: whole - carried], labels[whole:]
     carry, outs = _fixpoint(
-        lambda carry, last: labels_of(program, [*consts, *carry, *split], rule, last),
+        lambda carry, place: labels_of(program, [*consts, *carry, *split], rule, _inside(place, 0)),
         labels[whole - carried : whole],
-        last,
+        place,
     )
     return [*carry, *outs[carried:]]
 
 
-def _of_while(params: Any, labels: list[int], rule: Rule, last: bool) -> list[int]:
+def _of_while(params: Any, labels: list[int], rule: Rule, place: Place | None) -> list[int]:
     first = params["cond_nconsts"]
     second = first + params["body_nconsts"]
 
-    def once(carry: list[int], last: bool) -> list[int]:
+    def once(carry: list[int], place: Place | None) -> list[int]:
         # What ends the loop decides how often each array changes.
-        (stop,) = labels_of(params["cond_jaxpr"], [*labels[:first], *carry], rule, last)
-        outs = labels_of(params["body_jaxpr"], [*labels[first:second], *carry], rule, last)
+        stops, body = params["cond_jaxpr"], params["body_jaxpr"]
+        (stop,) = labels_of(stops, [*labels[:first], *carry], rule, _inside(place, 0))
+        outs = labels_of(body, [*labels[first:second], *carry], rule, _inside(place, 1))
         return [stop | each for each in outs]
 
-    return _fixpoint(once, labels[second:], last)[0]
+    return _fixpoint(once, labels[second:], place)[0]
 
 
 def _fixpoint(
-    once: Callable[[list[int], bool], list[int]], carry: list[int], last: bool
+    once: Callable[[list[int], Place | None], list[int]], carry: list[int], place: Place | None
 ) -> tuple[list[int], list[int]]:
     """The labels of what a loop carries, after any number of iterations, and its outputs."""
     while True:
-        outs = once(carry, False)
+        outs = once(carry, None)
         after = [old | new for old, new in zip(carry, outs, strict=False)]
         if after == carry:
-            return carry, once(carry, True) if last else outs
+            return carry, outs if place is None else once(carry, place)
         carry = after
 
 
