@@ -23,12 +23,22 @@ class Example:
     def shapes(self, function: Callable[..., Any], *first: PyTree) -> PyTree:
         """The types of `function(*first, *args, **kwargs)`. Nothing is computed."""
         call, arrays = self._call(function)
-        return jax.eval_shape(call, first, arrays)
+
+        def only_arrays(first: PyTree, arrays: dict[int, Any]) -> PyTree:
+            # A model may return strings and functions, too.
+            return jax.tree.map(_array_or_none, call(first, arrays))
+
+        return jax.eval_shape(only_arrays, first, arrays)
 
     def jaxpr(self, function: Callable[..., Any], *first: PyTree) -> Any:
         """The program of `function(*first, *args, **kwargs)`."""
         call, arrays = self._call(function)
-        return jax.make_jaxpr(call)(first, arrays).jaxpr
+
+        def only_arrays(first: PyTree, arrays: dict[int, Any]) -> list[Any]:
+            outs = map(_array_or_none, jax.tree.leaves(call(first, arrays)))
+            return [out for out in outs if out is not None]
+
+        return jax.make_jaxpr(only_arrays)(first, arrays).jaxpr
 
     def _call(self, function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[int, Any]]:
         """`function` of its first arguments and of the arrays, and the arrays."""
@@ -42,6 +52,10 @@ class Example:
             return function(*first, *args, **kwargs)
 
         return call, arrays
+
+
+def _array_or_none(leaf: Any) -> Any:
+    return leaf if hasattr(leaf, "dtype") else None
 
 
 # A check of the names of keyword options, which a TypedDict lists.

@@ -29,7 +29,8 @@ FLOORS = (
     ("ops",),
     ("moe",),
     ("linen", "nnx", "optim"),
-    ("conversion", "diagnostics", "plugs"),
+    ("conversion", "diagnostics"),
+    ("plugs",),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS, start=1) for room in rooms}
 

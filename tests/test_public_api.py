@@ -47,7 +47,7 @@ EXPECTED = {
     """,
     "jaxfp8.plan": "Choice Choices Timings autotune roofline skip_slow",
     "jaxfp8.prologues": "RMSNorm SwiGLU",
-    "jaxfp8.conversion": "Coverage CoverageRow Rule",
+    "jaxfp8.conversion": "Coverage CoverageRow FP8Function Rule",
     "jaxfp8.state": "MatmulState in_gradient_channel",
     "jaxfp8.diagnostics": "collect summary Summary Records CastRow StateRow",
     "jaxfp8.weights": "QuantizedWeight WeightAxes",

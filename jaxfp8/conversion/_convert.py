@@ -13,14 +13,12 @@ from flax import nnx
 
 from jaxfp8._call import Example, check_options
 from jaxfp8._check import check_int, check_type
-from jaxfp8.conversion import _linen, _nnx
+from jaxfp8.conversion import _function, _linen, _nnx
 from jaxfp8.conversion._coverage import Coverage, CoverageRow
 from jaxfp8.conversion._foreign import Compute, Foreign
 from jaxfp8.conversion._plan import KEPT, Decision, Kept, Plan, stacks_of
 from jaxfp8.conversion._rule import (
-    APPLIED,
     UNCALLED,
-    UNKNOWN,
     UNSEEN,
     Layer,
     Matcher,
@@ -28,6 +26,7 @@ from jaxfp8.conversion._rule import (
     Seen,
 )
 from jaxfp8.jaxprs._flops import OTHER
+from jaxfp8.jaxprs._weights import OPAQUE, OWN_DERIVATIVE
 from jaxfp8.matmul._options import LayerOptions
 from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.recipes._presets import check_recipe
@@ -60,17 +59,23 @@ def convert(
     attention. Each gets a quantizer state of its own. A layer that is used twice has one state, and
     a stack of layers in `nn.scan` has a stack of states.
 
+    Matmuls that code of the model computes are found in its traced program: those of an array that
+    depends on parameters and constants only, and one that depends on inputs. Each has a row with
+    the path of its parameters, and a state of its own.
+
     Layers stay in high precision if a rule says so. They also do if no rule matches and they are
     of a kind that usually stays there: see `keep`, `keep_first` and `keep_last`. Embeddings and
     norms multiply nothing by a kernel. `nn.Embed.attend`, a head that shares its weights with the
     embedding, is an "lm_head".
 
     Args:
-      model: an unbound `flax.linen.Module`, or an `flax.nnx.Module`.
+      model: an unbound `flax.linen.Module`, or an `flax.nnx.Module`. Or a function whose first
+        argument is a tree of parameters.
       recipe: the recipe of the layers that no rule matches.
       inputs: positional arguments of a call of the model, a tuple. Arrays may be
         `jax.ShapeDtypeStruct`s, since nothing is computed. linen models need them, because they
-        make their layers when they are called. For nnx models they give the tokens of each layer.
+        make their layers when they are called, and so do functions. For nnx models they give the
+        tokens of each layer, and show what code of the model multiplies.
       arguments: keyword arguments of that call.
       rules: pairs `(match, recipe)`, or `fp8.conversion.Rule`s, which also take options. The first
         match decides. `match` is a regular expression for the whole path ("decoder/.*/mlp/.*"), a
@@ -78,27 +83,29 @@ def convert(
         leaves the layers in high precision.
       keep: kinds of layers that stay in high precision unless a rule matches them. "router": the
         router of experts. "lm_head": the output head, by its name or by the size of the
-        vocabulary. "slow": layers that are estimated to be slower in FP8; see `fp8.plan.skip_slow`.
-        It needs `inputs`, and `kernels=` with a chip. Default: all three.
+        vocabulary. "lookup": `one_hot(ids) @ table`. "slow": layers that are estimated to be
+        slower in FP8; see `fp8.plan.skip_slow`. It needs `inputs`, and `kernels=` with a chip.
+        Default: all of them.
       keep_first: the number of blocks at the start of each stack that stay in high precision.
         Blocks are modules whose names differ in a number: block_0, block_1.
       keep_last: the same at the end of each stack.
-      layers: layers that are not flax's. It maps a class to a function
-        `compute(layer, einsum, *args, **kwargs)`, which returns what the layer returns, with
-        `einsum(equation, x, w)` for its matmul.
+      layers: layers whose matmul cannot be read, for instance inside of a `custom_vjp`. It maps a
+        class to a function `compute(layer, einsum, *args, **kwargs)`, which returns what the layer
+        returns, with `einsum(equation, x, w)` for its matmul.
       rngs: for nnx, the `nnx.Rngs` from which stochastic rounding takes its keys.
-      **options: `kernels`, `reduce_axes`, `x_shard`, `w_shard`, `y_shard`: see `fp8.dot_general`.
-        They are for all matmuls. The mesh of the shards may be set later.
+      **options: `kernels`, `reduce_axes`, `x_shard`, `w_shard`, `y_shard`, `state_channel`,
+        `save_original`: see `fp8.dot_general`. They are for all matmuls. The mesh of the shards may
+        be set later.
 
     Returns:
       The converted model, and its `fp8.conversion.Coverage`. The linen model is an instance of a
       subclass with the same fields and methods. `init` also returns the quantizer state, in the
       collection `fp8.linen.COLLECTION`. The nnx model is a new object that shares all Variables
-      with `model`. Neither changes `model`.
+      with `model`. Neither changes `model`. Of a function: an `fp8.conversion.FP8Function`.
 
     Raises:
-      TypeError: if `model` is no flax module or is bound, if linen's `inputs` are missing, and for
-        rules, recipes and options of another type.
+      TypeError: if `model` is neither an unbound flax module nor a function, if `inputs` of linen
+        or of a function are missing, and for rules, recipes and options of another type.
       ValueError: if a rule matches no layer, if earlier rules match all of its layers, or if a
         layer cannot take its recipe. Also for blocks that do not exist, and if nothing is
         converted.
@@ -131,7 +138,7 @@ def convert(
     check_kernels(options.get("kernels"))
     if isinstance(options.get("reduce_axes"), list):
         options["reduce_axes"] = tuple(options["reduce_axes"] or ())
-    if isinstance(model, _linen.Converted):
+    if hasattr(model, "fp8_plan"):
         raise ValueError(
             f"model is a {type(model).__name__} that fp8.convert made. Convert the model that it "
             "was made from, or give all rules in one call."
@@ -160,6 +167,13 @@ def convert(
         room = _linen
     elif isinstance(model, nnx.Module):
         room = _nnx
+    elif callable(model) and not hasattr(model, "module") and not _is_of_module(model):
+        if example is None or not example.args:
+            raise TypeError(
+                f"model is the function {getattr(model, '__name__', model)!r}. Give the arguments "
+                "of a call, the parameters first: fp8.convert(f, recipe, inputs=(params, x))."
+            )
+        room = _function
     else:
         raise TypeError(_no_model(model))
     seen: Seen = room.look(model, plan, example)
@@ -182,8 +196,14 @@ def convert(
             "inputs= that run them. If the model keeps their functions in attributes (jitted or "
             "bound methods), convert it before."
         )
-    decided = tuple((layer.path, decision) for layer, decision in decisions.items())
-    plan = dataclasses.replace(plan, decided=decided)
+    decided = {layer.path: decision for layer, decision in decisions.items()}
+    plan = dataclasses.replace(
+        plan,
+        decided=tuple(decided.items()),
+        reads=tuple((path, n) for path, n in seen.reads.items() if decided[path].recipe),
+        types=tuple(seen.modules.items()) if seen.reads else (),
+        uses=tuple(seen.uses.items()),
+    )
     try:
         return room.converted(model, plan, example, rngs), coverage
     except ValueError as error:
@@ -193,6 +213,10 @@ def convert(
                 "Convert the model before jax.set_mesh(mesh)."
             )
         raise
+
+
+def _is_of_module(function: Any) -> bool:
+    return isinstance(getattr(function, "__self__", None), nn.Module | nnx.Module)
 
 
 def _no_model(model: Any) -> str:
@@ -205,24 +229,22 @@ def _no_model(model: Any) -> str:
             'model.apply({"params": wrapper.params}, ...).'
         )
     return (
-        f"{given}, but a flax.linen or flax.nnx Module is needed. For other layers see "
-        "fp8.dot_general and jaxfp8.plugs."
+        f"{given}, but a flax.linen or flax.nnx Module is needed, or a function of parameters and "
+        "inputs. For other layers see fp8.dot_general and jaxfp8.plugs."
     )
 
 
 def _cure(layers: Iterable[Layer]) -> str:
     """What to write if nothing would be converted."""
     found = list(layers)
-    unknown = sorted({x.type.__name__ for x in found if x.obstacle in (UNKNOWN, UNSEEN)})
-    if any(layer.can_be_fp8 for layer in found) and not unknown:
+    if any(layer.can_be_fp8 for layer in found):
         return "Write keep=() or rules= for the layers that should."
-    if any(layer.obstacle == APPLIED for layer in found):
-        return "Call modules as submodules of the model. Or convert those that it applies."
+    if any(layer.obstacle == UNSEEN for layer in found):
+        return "Give inputs=, which show what the code of the model multiplies."
+    hidden = (OPAQUE, OWN_DERIVATIVE)
+    unknown = sorted({x.type.__name__ for x in found if x.obstacle in hidden})
     if not unknown:
-        return (
-            "It has no layer that rules= could convert. If modules of its own multiply, say what "
-            "they compute by layers=."
-        )
+        return "It has no matmul of parameters that rules= could convert."
     return (
         f"Code that fp8.convert does not know multiplies the parameters of {', '.join(unknown)}. "
         "Say what such a class computes, with the einsum that you are given: "
@@ -269,7 +291,9 @@ def _coverage_of(
             recipe="" if decision.recipe is None else decision.recipe.name,
             reason=decision.reason or ("" if layer.calls else UNCALLED),
             flops=flops.get(layer.path, 0),
-            can_be_fp8=layer.can_be_fp8 or layer.obstacle == UNKNOWN,
+            can_be_fp8=layer.can_be_fp8 or layer.obstacle in (OPAQUE, OWN_DERIVATIVE),
+            parameters=layer.parameters,
+            equation=layer.equation,
         )
         for layer, decision in decisions.items()
     )

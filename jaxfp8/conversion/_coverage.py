@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from jaxfp8._table import align, rich_table
+from jaxfp8.conversion._rule import UNSEEN
 
 # Equal rows of numbered blocks as one line of the table.
 
@@ -66,18 +67,24 @@ def _fold_at(depth: int, lines: list[_Line], what: Callable[[Any], Hashable]) ->
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CoverageRow:
-    """One layer of a model.
+    """One layer of a model, or one matmul of its own code.
 
     Attributes:
-      path: names of modules from the model to the layer, joined by "/".
-      type: name of its class.
-      shape: (M, K, N) of its matmul: tokens, features in, features out. () if it has none.
+      path: names of modules from the model to the layer, joined by "/". A matmul of the model's own
+        code has the path of its parameter, and "#2" for the second matmul of it. If several
+        parameters make its weight, "+" joins them.
+      type: name of its class, or of the class of the module that holds the parameter.
+      shape: (M, K, N) of its matmul: tokens, features in, features out. Axes that both operands
+        share are left out. () if it has none.
       recipe: name of its recipe. "" if the layer stays in high precision.
       reason: the rule that decided, or why the layer stays in high precision. "" for the recipe of
         the model.
       flops: its operations in one forward pass. Without example inputs, for one token.
       can_be_fp8: whether a rule, `keep=` or `layers=` could give it a recipe. False for embeddings
         and convolutions, for instance.
+      parameters: for a matmul of the model's own code, the paths of its parameters.
+      equation: for such a matmul, the traced matmul as an equation, with the weight last. Its
+        letters are not those of the model's code.
 
     Example:
       >>> from flax import nnx
@@ -94,6 +101,8 @@ class CoverageRow:
     reason: str
     flops: int
     can_be_fp8: bool
+    parameters: tuple[str, ...] = ()
+    equation: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,8 +110,9 @@ class Coverage:
     """Which layers of a model run in FP8. `str()` is `table()`, and rich prints one in colors.
 
     Attributes:
-      rows: the layers with a kernel, in the order in which the model calls them. Without example
-        inputs, an nnx model has the order in which it defines them.
+      rows: the layers with a kernel, and the matmuls of the model's own code, in the order in which
+        the model calls them. Without example inputs, an nnx model has the order in which it defines
+        them.
       other_flops: operations of matmuls and convolutions that belong to no row, for instance those
         of attention scores.
       counted: whether an example call gave M and the operations. Otherwise M is 1, and each layer
@@ -130,10 +140,13 @@ class Coverage:
         return len(self.rows)
 
     def __getitem__(self, path: str) -> CoverageRow:
-        """The row of a path."""
+        """The row of a path, or of a parameter that one row has."""
         for row in self.rows:
             if row.path == path:
                 return row
+        found = [row for row in self.rows if path in row.parameters]
+        if len(found) == 1:
+            return found[0]
         raise KeyError(f"no layer has the path {path!r}. Paths: {[row.path for row in self.rows]}")
 
     @property
@@ -163,19 +176,22 @@ class Coverage:
         for line in lines:
             row, share = line.rows[0], sum(row.flops for row in line.rows) / all_flops
             path, shape = "/".join(line.parts) or ".", str(row.shape or "")
-            cells.append((path, row.type, shape, _percent(share), row.recipe or "-", row.reason))
+            kind = f"{row.type} {row.equation}".strip()
+            cells.append((path, kind, shape, _percent(share), row.recipe or "-", row.reason))
         if self.other_flops:
             share = _percent(self.other_flops / self.flops)
-            cells.append(("(no layer)", "", "", share, "-", "not of a known layer"))
+            cells.append(("(no layer)", "", "", share, "-", "all other matmuls"))
         return cells
 
     @property
     def _total(self) -> str:
         converted = sum(bool(row.recipe and row.flops) for row in self.rows)
         able = sum(row.can_be_fp8 for row in self.rows)
+        unread = sum(row.reason == UNSEEN for row in self.rows)
+        also = f", {unread} not read" if unread else ""
         return (
             f"{_percent(self.share)} of the FLOPs of matmuls run in FP8: {converted} of {able} "
-            f"layers that can{'' if self.counted else ', each called once (no inputs)'}"
+            f"layers that can{'' if self.counted else f', each called once{also} (no inputs)'}"
         )
 
     def __str__(self) -> str:
@@ -190,7 +206,7 @@ class Coverage:
 
 
 def _all_but_path(row: CoverageRow) -> CoverageRow:
-    return dataclasses.replace(row, path="")
+    return dataclasses.replace(row, path="", parameters=())
 
 
 _HEADER = ("layer", "type", "shape", "share", "recipe", "reason")

@@ -33,15 +33,18 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxfp8._call import Example
 from jaxfp8._typing import FP8StateError, PyTree
-from jaxfp8.conversion._foreign import (
-    OneCallEinsum,
-    compute_of,
-    drop_layers_without_matmul,
-    uses_of,
+from jaxfp8.conversion._foreign import OneCallEinsum, compute_of
+from jaxfp8.conversion._linen_layers import KNOWN, Known, matmul_of, see_other_layer
+from jaxfp8.conversion._linen_read import (
+    Reading,
+    init_read,
+    parameters_of,
+    read_apply,
+    run_in_scope,
 )
-from jaxfp8.conversion._linen_layers import KNOWN, Known, matmul_of, see_kernel
 from jaxfp8.conversion._plan import Decision, Plan
-from jaxfp8.conversion._rule import APPLIED, FP8, Layer, Seen, own_matmul, size_of_einsum
+from jaxfp8.conversion._read import note_weights
+from jaxfp8.conversion._rule import FP8, Layer, Seen, own_matmul, size_of_einsum
 from jaxfp8.jaxprs._flops import flops_of, layer_scope
 from jaxfp8.linen._matmul_module import MatmulModule
 from jaxfp8.linen._state import COLLECTION, NAME, home
@@ -135,7 +138,8 @@ def _intercept(
         return next_fun(*args, **kwargs)  # a converted model inside this one decides
     module, method = context.module, getattr(context.orig_method, "func", None)
     if module.scope is None or not module.scope.has_flag(_OURS):
-        return _run_apart(running, module, next_fun, args, kwargs)
+        with _running(None):  # an `apply` inside of the model, with paths of its own
+            return next_fun(*args, **kwargs)
     path = "/".join(module.path[running.depth :])
     if running.seen is not None:
         running.seen.modules.setdefault(path, type(module))
@@ -155,24 +159,9 @@ def _intercept(
         raise
     if running.seen is None:
         return next_fun(*args, **kwargs)
-    before, running.seen.caller = running.seen.caller, path
     y = next_fun(*args, **kwargs)
-    running.seen.caller = before
-    see_kernel(running.seen, path, module)
+    see_other_layer(running.seen, path, module)
     return y
-
-
-def _run_apart(
-    running: _Running, module: nn.Module, next_fun: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
-    """A call of a module that an `apply` or `init` inside of the model runs. It stays as it is."""
-    with _running(None):
-        if running.seen is None or module.scope is None or module.is_initializing():
-            return next_fun(*args, **kwargs)
-        path = f"{running.seen.caller}/({module.name or type(module).__name__})".removeprefix("/")
-        running.seen.add(Layer(path=path, type=type(module), obstacle=APPLIED))
-        with layer_scope(path):
-            return next_fun(*args, **kwargs)
 
 
 def _mark(module: nn.Module) -> None:
@@ -208,8 +197,6 @@ def _einsum_of(
 ) -> Any:
     name = NAME
     if _shares_scope(module):
-        if running.seen is not None:
-            running.seen.shared_scopes.add(path)
         path, name = f"{path}/{module.name}".removeprefix("/"), f"{NAME}_{module.name}"
     size = size_of_einsum(equation, jnp.shape(x), jnp.shape(w))
     return _multiply(
@@ -232,7 +219,10 @@ def _multiply(
             return plain()
     decision = running.plan.decide(layer)
     if decision.recipe is None:
-        return plain()
+        if not running.plan.reads:
+            return plain()
+        with layer_scope(layer.path):  # what reads the program knows that it is decided
+            return plain()
     with _running(None):  # matmuls share their traces with those of the backward pass
         return in_fp8(decision)
 
@@ -262,33 +252,29 @@ def look(model: nn.Module, plan: Plan, example: Example) -> Seen:
 
     with _run(plan, 0, seen):
         program = example.jaxpr(
-            lambda variables, *args, **kwargs: nn.Module.apply(
+            lambda variables, keys, *args, **kwargs: nn.Module.apply(
                 model, variables, *args, rngs=keys, mutable=True, method=call, **kwargs
             ),
             variables,
+            keys,
         )
     seen.flops, seen.in_loops = flops_of(program)
-    for path in [p for p, layer in seen.layers.items() if layer.obstacle == APPLIED]:
-        if not seen.flops[path]:
-            del seen.layers[path]
-    _see_uses(seen, program, variables)
+    _see_weights(seen, program, variables)
     return seen
 
 
-def _see_uses(seen: Seen, program: Any, variables: PyTree) -> None:
+def _see_weights(seen: Seen, program: Any, variables: PyTree) -> None:
     """Note what a program does with parameters. Its inputs begin with the variables."""
     numbers: list[int | None] = [None] * len(program.invars)
+    paths: list[str] = []
     own: defaultdict[str, set[int]] = defaultdict(set)
-    for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(variables)):
-        collection, *parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        numbers[i] = i
-        if collection != "params":
-            continue
-        for depth, name in enumerate(parts):
-            module = "/".join(parts[:depth])
-            if name in seen.kernels.get(module, ()):
-                own[module].add(i)
-    seen.layers = drop_layers_without_matmul(seen.layers, own, uses_of(program, numbers))
+    for place, path in parameters_of(variables).items():
+        numbers[place] = len(paths)
+        for layer in seen.layers:
+            if path.startswith(f"{layer}/" if layer else ""):
+                own[layer].add(len(paths))
+        paths.append(path)
+    note_weights(seen, program, numbers, paths, own)
 
 
 # The converted model: an instance of a subclass.
@@ -361,10 +347,27 @@ def _entry(method: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
         inside = running is not None and running.plan is plan
         if inside or module.scope is None:
             return method(module, *args, **kwargs)
+        if plan.reads:
+            return _run_in_scope(module, method.__name__, args, kwargs)
         with _run(plan, len(module.path)):
             return method(module, *args, **kwargs)
 
     return entered
+
+
+def _run_in_scope(module: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """A method of a converted model that is bound, or a part of another model."""
+
+    def run(model: Any, variables: PyTree, rngs: Any, mutable: Any) -> tuple[Any, PyTree]:
+        if module.is_initializing():
+            found: tuple[Any, PyTree] = model.init_with_output(rngs, *args, method=name, **kwargs)
+        else:
+            found = model.apply(
+                variables, *args, rngs=rngs, method=name, mutable=mutable or (), **kwargs
+            )
+        return found
+
+    return run_in_scope(module, run)
 
 
 class Converted:
@@ -380,7 +383,8 @@ class Converted:
     def init_with_output(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         with self._started():
             y, variables = super().init_with_output(rngs, *args, **kwargs)  # type: ignore[misc]
-        return y, _apart(variables) if self.fp8_plan.states_in_params else variables
+        variables = _apart(variables) if self.fp8_plan.states_in_params else variables
+        return y, init_read(self.fp8_plan, variables)
 
     def apply(
         self: Any,
@@ -388,6 +392,25 @@ class Converted:
         *args: Any,
         mutable: Any = False,
         capture_intermediates: Any = False,
+        rngs: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        run = functools.partial(
+            self._apply, mutable=mutable, capture_intermediates=capture_intermediates
+        )
+        if not self.fp8_plan.reads:
+            return run(variables, *args, rngs=rngs, **kwargs)
+        changes = mutable if mutable is not False or not capture_intermediates else ()
+        plan = self.fp8_plan
+        reading = Reading(plan.decide_read, dict(plan.types), dict(plan.uses))
+        return read_apply(reading, run, variables, rngs, args, kwargs, changes)
+
+    def _apply(
+        self: Any,
+        variables: PyTree,
+        *args: Any,
+        mutable: Any,
+        capture_intermediates: Any,
         **kwargs: Any,
     ) -> Any:
         moves = self.fp8_plan.states_in_params

@@ -6,7 +6,7 @@ parameters that flax's method would create, under the same names.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -14,16 +14,8 @@ import jax.numpy as jnp
 
 from jaxfp8._typing import Array
 from jaxfp8.conversion._plan import Decision
-from jaxfp8.conversion._rule import (
-    CONVOLUTION,
-    FP8,
-    LOOKUP,
-    UNKNOWN,
-    Layer,
-    Seen,
-    Size,
-    size_of_einsum,
-)
+from jaxfp8.conversion._rule import FP8, LOOKUP, Layer, Seen, Size, size_of_einsum
+from jaxfp8.jaxprs._weights import CONVOLUTION
 from jaxfp8.linen._dot_general import Plug
 from jaxfp8.linen._layers import apply_dense, apply_einsum
 from jaxfp8.linen._matmul_module import MatmulModule, matmul_options
@@ -151,19 +143,10 @@ KNOWN: dict[Callable[..., Any], Known] = {
 # The other modules with a kernel, as one traced call shows them.
 
 
-def see_kernel(seen: Seen, path: str, module: nn.Module) -> None:
-    """Note a module whose call ended, if it has a kernel that no known method multiplied."""
-    if path in seen.layers or path in seen.shared_scopes or module.scope is None:
-        return
-    own = module.scope.variables().get("params", {})
-    kernels = frozenset(
-        name
-        for name, value in own.items()
-        if not isinstance(value, Mapping) and len(getattr(value, "shape", ())) > 1
-    )
-    if kernels:
-        seen.add(Layer(path=path, type=type(module), obstacle=_obstacle(module)))
-        seen.kernels[path] = kernels
+def see_other_layer(seen: Seen, path: str, module: nn.Module) -> None:
+    """Note a layer whose call ended, and that no known method has noted."""
+    if path not in seen.layers and (obstacle := _obstacle(module)):
+        seen.add(Layer(path=path, type=type(module), obstacle=obstacle))
 
 
 def _obstacle(module: nn.Module) -> str:
@@ -172,4 +155,4 @@ def _obstacle(module: nn.Module) -> str:
     if isinstance(module, nn.Conv | nn.ConvLocal | nn.ConvTranspose):
         return CONVOLUTION
     ours = MatmulModule | FP8GroupedLinear | FP8MoE | ExpertKernels
-    return FP8 if isinstance(module, ours) else UNKNOWN
+    return FP8 if isinstance(module, ours) else ""

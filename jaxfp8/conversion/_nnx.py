@@ -13,21 +13,13 @@ from flax import nnx
 from jaxfp8._call import Example
 from jaxfp8._geometry import Geometry, check_dimension_numbers
 from jaxfp8._typing import Array
-from jaxfp8.conversion._foreign import (
-    Compute,
-    Foreign,
-    OneCallEinsum,
-    compute_of,
-    drop_layers_without_matmul,
-    uses_of,
-)
+from jaxfp8.conversion._foreign import Compute, Foreign, OneCallEinsum, compute_of
+from jaxfp8.conversion._nnx_read import InLayer, give_matmuls, parameter_path
 from jaxfp8.conversion._plan import Plan
+from jaxfp8.conversion._read import note_weights
 from jaxfp8.conversion._rule import (
-    CONVOLUTION,
     FP8,
     LOOKUP,
-    UNCALLED,
-    UNKNOWN,
     UNSEEN,
     Layer,
     Seen,
@@ -36,6 +28,7 @@ from jaxfp8.conversion._rule import (
     size_of_einsum,
 )
 from jaxfp8.jaxprs._flops import flops_of, layer_scope
+from jaxfp8.jaxprs._weights import CONVOLUTION
 from jaxfp8.matmul._options import KeepsFP8
 from jaxfp8.nnx._dot_general import AbstractFP8Matmul, FP8DotGeneral, FP8EinsumOp
 from jaxfp8.nnx._layers import FP8Einsum, FP8Linear, FP8LinearGeneral
@@ -310,35 +303,31 @@ def _see_call(model: nnx.Module, plan: Plan, example: Example, seen: Seen) -> No
     for path, layer in seen.layers.items():
         uncalled = dataclasses.replace(layer, calls=0)
         seen.layers[path] = called.layers.get(path, layer if layer.obstacle else uncalled)
-    _see_uses(seen, program, copy, state)
+    _see_weights(seen, program, copy, state)
 
 
-def _see_uses(seen: Seen, program: Any, model: nnx.Module, state: nnx.State) -> None:
+def _see_weights(seen: Seen, program: Any, model: nnx.Module, state: nnx.State) -> None:
     """Note what a program does with parameters. Its inputs begin with the state of the model."""
-    variables = dict(nnx.to_flat_state(state))
-    number = {path: i for i, path in enumerate(variables)}
-    numbers = [number[path] for path, each in variables.items() for _ in jax.tree.leaves(each)]
-    rest = [None] * (len(program.invars) - len(numbers))
-    uses = uses_of(program, [*numbers, *rest])
+    numbers: list[int | None] = []
+    paths: list[str] = []
+    number: dict[Any, set[int]] = {}
+    for path, variable in nnx.to_flat_state(state):
+        is_parameter = isinstance(variable, nnx.Param)
+        value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
+        for keys, _ in jax.tree_util.tree_leaves_with_path(value):
+            numbers.append(len(paths) if is_parameter else None)
+            if is_parameter:
+                number.setdefault(path, set()).add(len(paths))
+                paths.append(parameter_path(path, keys))
+    numbers += [None] * (len(program.invars) - len(numbers))
     # A shared Variable has one path, and several modules.
-    of = {id(x): number[path] for path, x in nnx.iter_graph(model) if isinstance(x, nnx.Variable)}
+    of = {id(x): number[path] for path, x in nnx.iter_graph(model) if path in number}
     own = {
-        path: {of[id(each)] for each in _params(vars(module))}
+        path: set().union(*(of.get(id(each), set()) for each in _params(vars(module))))
         for path, module in _modules(model)
         if path in seen.layers
     }
-    first = {number: place for place, number in enumerate(uses.order)}
-    place = {
-        path: min((first[i] for i in own[path] if i in first), default=len(first)) for path in own
-    }
-    for path, layer in seen.layers.items():
-        if layer.obstacle == UNSEEN:
-            obstacle = UNKNOWN if place[path] < len(first) else UNCALLED
-            seen.layers[path] = dataclasses.replace(layer, obstacle=obstacle)
-    in_order = sorted(seen.layers, key=place.__getitem__)
-    seen.layers = drop_layers_without_matmul(
-        {path: seen.layers[path] for path in in_order}, own, uses
-    )
+    note_weights(seen, program, numbers, paths, own)
 
 
 def converted(model: M, plan: Plan, example: Example | None, rngs: Any) -> M:
@@ -349,10 +338,15 @@ def converted(model: M, plan: Plan, example: Example | None, rngs: Any) -> M:
     copy: Any = _copy(model)
     recipes = {path: decision for path, decision in plan.decided if decision.recipe}
     for path, module in _modules(copy):
-        if path not in recipes:
+        known = _known_of(module, plan.foreign)
+        if known is None:
             continue
-        known, decision = _known_of(module, plan.foreign), recipes[path]
-        assert known is not None
+        if path not in recipes:
+            own = getattr(module, known.attribute, None)
+            if plan.reads and known.size is not None and not isinstance(own, nnx.Module):
+                _give_matmul(module, known, InLayer(own or known.default, path))
+            continue
+        decision = recipes[path]
         assert decision.recipe is not None
         stacked = () if known.size is None else known.size(module)[1]
         if stacked and decision.recipe.needs_key:
@@ -365,6 +359,8 @@ def converted(model: M, plan: Plan, example: Example | None, rngs: Any) -> M:
         if stacked and matmul.state is not None:
             matmul.state = nnx.data(FP8State(unset_state(decision.recipe.rows, stacked)))
         _give_matmul(module, known, matmul)
+    if plan.reads:
+        give_matmuls(copy, plan, rngs)
     if example is not None:
         example.shapes(*_function_of(copy))
     return copy

@@ -6,9 +6,10 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
+from jaxfp8._typing import FP8StateError
 from jaxfp8.conversion._foreign import Foreign
 from jaxfp8.conversion._rule import Layer, Rule
 from jaxfp8.plan._kernels import Kernels
@@ -48,7 +49,10 @@ def _is_inside(path: str, block: str) -> bool:
 
 # The plan, and which layers stay in high precision.
 
-Kept: TypeAlias = Literal["router", "lm_head", "slow"]
+ANY_USE = "?"
+"""After "#", in the path of a row: one of several uses of a weight, and nothing tells which."""
+
+Kept: TypeAlias = Literal["router", "lm_head", "lookup", "slow"]
 """Kinds of layers that stay in high precision unless a rule names them."""
 
 KEPT: tuple[Kept, ...] = get_args(Kept)
@@ -100,6 +104,10 @@ class Plan:
       decided: the decisions for the layers of the example call, as pairs (path, decision). They do
         not change if a later call has other shapes.
       states_in_params: whether states are in "params" while a linen model runs.
+      reads: pairs (path, loops) of the matmuls of the model's own code that run in FP8. A model
+        without any runs without being traced anew.
+      types: the classes of modules that hold parameters of such matmuls, as pairs (path, class).
+      uses: pairs of the path of a weight, and where code uses it; see `WeightMatmul.source`.
     """
 
     recipe: Recipe
@@ -112,6 +120,9 @@ class Plan:
     options: tuple[tuple[str, Any], ...] = ()
     decided: tuple[tuple[str, Decision], ...] = ()
     states_in_params: bool = False
+    reads: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    types: tuple[tuple[str, type], ...] = ()
+    uses: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = ()
 
     def __hash__(self) -> int:
         return self._hash  # JAX asks for it at each lookup in a cache
@@ -140,23 +151,43 @@ class Plan:
             return Decision(None, f"kept: {kept}")
         return Decision(self.recipe, "", self.options)
 
+    def decide_read(self, layer: Layer, tables: Collection[int]) -> Decision:
+        """The decision for a matmul of the model's own code, when a call runs."""
+        del tables  # `convert` has seen them
+        base, _, use = layer.path.partition("#")
+        if use != ANY_USE:
+            return self.decide(layer)
+        known = dict(self.uses)[base]
+        paths = [base if i == 0 else f"{base}#{i + 1}" for i in range(len(known))]
+        decisions = [self._by_path[path] for path in paths]
+        recipes = {decision.recipe for decision in decisions}
+        if len(recipes) > 1 or any(recipe and recipe.rows for recipe in recipes):
+            raise FP8StateError(
+                f"{base}: the call with inputs= of fp8.convert multiplied by this weight "
+                f"{len(known)} times. This call does it another number of times, so nothing tells "
+                "which state and which recipe belong to which matmul. Convert the model with "
+                "inputs= of this kind, or take a recipe without state for all of them."
+            )
+        return decisions[0]
+
     def _kept(self, layer: Layer) -> str:
-        block = next((b for b in self.kept_blocks if _is_inside(layer.path, b)), None)
+        block = next((b for b in self.kept_blocks if _holds(b, layer)), None)
         if block is not None:
             return f"block {block}"
         if "router" in self.keep and _is_router(layer):
             return "router"
+        if "lookup" in self.keep and layer.lookup:
+            return "lookup"
         if "lm_head" in self.keep and self._is_head(layer):
             return "lm_head"
         return self._slow(layer) if "slow" in self.keep else ""
 
     def _is_head(self, layer: Layer) -> bool:
-        if _LM_HEAD.fullmatch(layer.name):
+        if any(map(_LM_HEAD.fullmatch, layer.names)):
             return True
-        if layer.repeated or any(_is_inside(layer.path, block) for block in self.blocks):
+        if layer.repeated or any(_holds(block, layer) for block in self.blocks):
             return False
-        named = _OUTER_HEAD.fullmatch(layer.name) is not None
-        return named or layer.shape[2] == self.vocabulary
+        return any(map(_OUTER_HEAD.fullmatch, layer.names)) or layer.shape[2] == self.vocabulary
 
     def _slow(self, layer: Layer) -> str:
         """The reason, if FP8 is estimated to be slower than bfloat16 on the chip of the kernels."""
@@ -170,6 +201,12 @@ class Plan:
 
 def _is_router(layer: Layer) -> bool:
     narrow = layer.shape[2] * _NARROW <= layer.shape[1]
-    if any(_ROUTER.fullmatch(part) for part in layer.path.split("/")[-2:]):
-        return True
-    return narrow and _GATE.fullmatch(layer.name) is not None
+    if layer.parameters:  # the name of the parameter comes last
+        parts = [part for path in layer.parameters for part in path.split("/")[-3:]]
+    else:
+        parts = layer.path.split("/")[-2:]
+    return any(map(_ROUTER.fullmatch, parts)) or (narrow and any(map(_GATE.fullmatch, layer.names)))
+
+
+def _holds(block: str, layer: Layer) -> bool:
+    return any(_is_inside(path, block) for path in layer.paths)

@@ -16,30 +16,31 @@ from jaxfp8.recipes._recipe import Recipe
 # `Layer`: what rules and the coverage table see of a layer.
 
 LOOKUP = "an embedding, a lookup"
-TIED = "an embedding, multiplied by other code"
-CONVOLUTION = "a convolution, which has no FP8 kernel"
-UNKNOWN = "a layer that fp8.convert does not know"
-UNSEEN = "fp8.convert does not know it; inputs= shows whether it multiplies"
+UNSEEN = "its code may multiply; inputs= shows whether"
 UNCALLED = "not called with inputs="
 FP8 = "an FP8 layer already"
-APPLIED = "run by an .apply of its own: call it as a submodule, or convert it alone"
-"""Obstacles: why layers cannot run in FP8, or need not be converted."""
+"""Obstacles: why layers cannot run in FP8, or need not be converted. `jaxprs/_weights.py` has those
+of matmuls that code of the model computes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer of a model, as rules and the coverage table see it.
+    """A layer of a model, or a matmul of its own code, as rules and the coverage table see it.
 
     Letters: M tokens, K features in, N features out, B batch axes of the kernel.
 
     Attributes:
-      path: names of modules from the model to the layer, joined by "/".
-      type: class of the layer.
+      path: names of modules from the model to the layer, joined by "/". For a matmul of the model's
+        own code the path of its parameters; see `_read.row_path`.
+      type: class of the layer, or of the module that holds the parameter.
       shape: (M, K, N) of its matmul, () if it has none.
       repeated: whether one call runs it for several layers of a stack, as in `nn.scan`.
       counted: whether example inputs gave M and `calls`. Otherwise both are 1.
       batch: B, the product of the axes that kernel and input share.
       calls: how often one pass calls the layer.
+      parameters: for a matmul of the model's own code, the paths of its parameters.
+      equation: for such a matmul, the equation of its einsum.
+      lookup: whether such a matmul looks up rows, as in `one_hot(ids) @ table`.
       obstacle: why the layer cannot run in FP8. "" if it can.
     """
 
@@ -50,6 +51,9 @@ class Layer:
     calls: int = 1
     repeated: bool = False
     counted: bool = True
+    parameters: tuple[str, ...] = ()
+    equation: str = ""
+    lookup: bool = False
     obstacle: str = ""
 
     @property
@@ -58,9 +62,16 @@ class Layer:
         return not self.obstacle
 
     @property
-    def name(self) -> str:
-        """The last part of the path."""
-        return self.path.rsplit("/", 1)[-1]
+    def paths(self) -> tuple[str, ...]:
+        """The paths by which rules know the layer."""
+        return tuple(dict.fromkeys((self.path, *self.parameters)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The last part of the path. Of parameters also that of their module."""
+        if not self.parameters:
+            return (self.path.rsplit("/", 1)[-1],)
+        return tuple(part for path in self.parameters for part in path.split("/")[-2:])
 
     @property
     def flops(self) -> int:
@@ -96,7 +107,9 @@ class Rule:
     Attributes:
       match: a regular expression that the whole path of a layer must match ("decoder/.*/mlp/.*").
         Or a class, for its instances. Or a function `match(path, shape) -> bool`, where shape is
-        (M, K, N).
+        (M, K, N). A matmul of the model's own code has the path of its parameter. If several
+        parameters make its weight, one of them must match. Its class is that of the module that
+        holds the parameter.
       recipe: the recipe of these layers. None leaves them in high precision.
       options: the options of their matmuls, as sorted pairs.
 
@@ -120,8 +133,8 @@ class Rule:
         Args:
           match: see the attribute.
           recipe: see the attribute.
-          **options: `reduce_axes`, `x_shard`, `w_shard`, `y_shard`, `kernels`: see
-            `fp8.dot_general`.
+          **options: `reduce_axes`, `x_shard`, `w_shard`, `y_shard`, `kernels`, `state_channel`,
+            `save_original`: see `fp8.dot_general`.
         """
         if isinstance(match, str):
             try:
@@ -150,18 +163,22 @@ class Rule:
           TypeError: if a function of the user returns anything but a bool.
         """
         if isinstance(self.match, str):
-            return re.fullmatch(self.match, layer.path) is not None
+            # "+" joins the parameters of a row, and is special in a regular expression.
+            return self.match in layer.paths or any(
+                re.fullmatch(self.match, path) for path in layer.paths
+            )
         if isinstance(self.match, type):
             return issubclass(layer.type, self.match)
         if not layer.shape:
             return False  # an embedding, for instance. A function may rely on (M, K, N)
-        found = self.match(layer.path, layer.shape)
-        if not isinstance(found, bool):
-            raise TypeError(
-                f"rule {self.called} returned {found!r} for layer {layer.path!r}, but a bool is "
-                "needed."
-            )
-        return found
+        every = [self.match(path, layer.shape) for path in layer.paths]
+        for found in every:
+            if not isinstance(found, bool):
+                raise TypeError(
+                    f"rule {self.called} returned {found!r} for layer {layer.path!r}, but a bool "
+                    "is needed."
+                )
+        return any(every)
 
     @property
     def called(self) -> str:
@@ -181,22 +198,20 @@ class Seen:
     Attributes:
       modules: the type of each module, by path.
       layers: the layers, by path.
-      caller: the path of the module whose call runs now.
-      kernels: by path, the names of parameters that no known method multiplied.
       vocabularies: the numbers of rows of its embeddings.
       flops: operations by path of a layer; see `flops_of`.
       in_loops: paths of layers that a loop runs more than once.
-      shared_scopes: paths whose kernels belong to layers with longer paths (`nn.share_scope`).
+      reads: by path, the lengths of the loops around matmuls of the model's own code.
+      uses: by path, where code calls each use of a weight; see `WeightMatmul.source`.
     """
 
     modules: dict[str, type] = dataclasses.field(default_factory=dict)
     layers: dict[str, Layer] = dataclasses.field(default_factory=dict)
-    caller: str = ""
-    kernels: dict[str, frozenset[str]] = dataclasses.field(default_factory=dict)
     vocabularies: set[int] = dataclasses.field(default_factory=set)
     flops: Counter[str] = dataclasses.field(default_factory=Counter)
     in_loops: frozenset[str] = frozenset()
-    shared_scopes: set[str] = dataclasses.field(default_factory=set)
+    reads: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    uses: dict[str, tuple[tuple[str, ...], ...]] = dataclasses.field(default_factory=dict)
 
     def add(self, layer: Layer) -> None:
         """Note a call of a layer."""

@@ -95,6 +95,9 @@ for _kind in (QuantizedTensor, QuantizedWeight):
 COLLECTION = "_overwrite_with_gradient"
 NAME = "fp8"
 """The name of a state in the variables of its module."""
+OF_PARAMETER = "fp8_of_"
+"""Before the name of a parameter that code of a converted model multiplies: the name of the state.
+It is a sibling of the parameter, as attributes of a module are."""
 home = contextvars.ContextVar("home", default=COLLECTION)
 """The collection that holds states while a model runs.
 
@@ -189,7 +192,8 @@ def state_specs(state: PyTree, param_specs: PyTree) -> PyTree:
     """`fp8.state_specs` of a linen model.
 
     A stack of layers, from `nn.scan` or `nn.vmap`, has a stack of states. The mesh splits that
-    stack as it splits the leading axes of the layer's `kernel`.
+    stack as it splits the leading axes of the layer's `kernel`. The states of matmuls that code of
+    a converted model computes are on all devices.
 
     Args:
       state: the collection `fp8.linen.COLLECTION`, or its types.
@@ -216,6 +220,8 @@ def state_specs(state: PyTree, param_specs: PyTree) -> PyTree:
 
     def kernel_spec(path: tuple[Any, ...]) -> jax.P:
         node = param_specs
+        if str(path[-1].key).startswith(OF_PARAMETER):
+            return jax.P()  # its stack is that of loops, not of the parameter
         for key in path:
             if not (isinstance(node, Mapping) and key.key in node):
                 break  # the path goes on to the module of the matmul, which has no parameters

@@ -99,9 +99,20 @@ def test_layers_of_others():
     assert_same_bits(mine.apply(variables, x), y)
 
 
-def test_a_model_of_layers_of_others_says_how_to_convert_them():
+def test_a_model_of_layers_that_cannot_be_read_says_how_to_convert_them():
+    @jax.custom_vjp
+    def multiply(x, w):
+        return x @ w
+
+    multiply.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+
+    class Own(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return multiply(x, self.param("w", nn.initializers.normal(), (WIDTH, WIDTH)))
+
     with pytest.raises(ValueError, match=r"(?s)multiplies the parameters of Own\..* layers={Own: "):
-        fp8.convert(WithOwn(), RECIPES["current"], inputs=(jnp.ones((4, WIDTH)),))
+        fp8.convert(Own(), RECIPES["current"], inputs=(jnp.ones((4, WIDTH)),))
 
 
 def test_a_layer_of_others_has_one_matmul():

@@ -236,16 +236,18 @@ def test_stochastic_rounding_needs_rngs():
 def test_subclasses_of_flax_s_layers_stay_what_they_are():
     x = jax.random.normal(jax.random.key(0), (4, WIDTH))
     layer = nnx.LoRALinear(WIDTH, WIDTH, lora_rank=2, rngs=nnx.Rngs(0))
-    mine, coverage = fp8.convert(layer, RECIPES["current"], inputs=(x,))
-    assert type(mine) is nnx.LoRALinear
-    assert coverage[""].recipe == "current"
+    model = nnx.Sequential(layer)
+    mine, coverage = fp8.convert(model, RECIPES["current"], inputs=(x,), rules=[(".*lora.*", None)])
+    assert type(mine.layers[0]) is nnx.LoRALinear
+    assert coverage["layers/0"].recipe == "current"
+    assert coverage["layers/0/lora/lora_a"].reason == "rule '.*lora.*'"
     want = fp8.dot(x, layer.kernel[...], recipe=RECIPES["current"]) + layer.lora(x)
     np.testing.assert_allclose(mine(x), want, rtol=1e-6)
 
 
-def test_a_layer_that_the_example_does_not_multiply_is_named():
+def test_a_subclass_with_a_matmul_of_its_own_is_read():
     class Own(nnx.Linear):
-        """A subclass that does not call `dot_general`, so nothing of it can run in FP8."""
+        """A subclass that does not call `dot_general`, so its code is read."""
 
         def __call__(self, x):
             return x @ self.kernel[...]
@@ -254,10 +256,9 @@ def test_a_layer_that_the_example_does_not_multiply_is_named():
         nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), Own(WIDTH, 8, rngs=nnx.Rngs(0))
     )
     _, coverage = fp8.convert(model, RECIPES["current"], inputs=(jnp.ones((4, WIDTH)),))
-    assert coverage["layers/0"].reason == ""
-    assert coverage["layers/1"].reason == "not called with inputs="
-    assert coverage["layers/1"].flops == 0
-    assert coverage.share == 32 / 40
+    assert [row.path for row in coverage] == ["layers/0", "layers/1/kernel"]
+    assert coverage["layers/1/kernel"].type == "Own"
+    assert coverage.share == 1
 
 
 def test_a_model_with_fp8_layers_of_its_own():

@@ -136,7 +136,7 @@ def test_rows_are_in_the_order_of_calls(kind):
 
 
 class Raw(nn.Module):
-    """Parameters that are added, that are queries, and one that is masked and multiplied by."""
+    """Parameters that are added, that are queries, and one that is multiplied by."""
 
     multiplies: bool = True
 
@@ -149,8 +149,6 @@ class Raw(nn.Module):
         x = x + jax.image.resize(position, (4, 8), "bilinear") * scores.T  # by a matmul
         if self.multiplies:
             w = self.param("w", nn.initializers.normal(), (8, 4, 2))
-            w *= self.variable("masks", "w", jnp.ones, (8, 4, 2)).value
-            w += jax.random.normal(self.make_rng("params"), w.shape)
             x = jax.jit(lambda w: x @ w.astype(jnp.float32).reshape(8, 8))(w)
         return x
 
@@ -169,15 +167,16 @@ class NNXRaw(nnx.Module):
 
 
 @pytest.mark.parametrize("kind", [Raw, NNXRaw])
-def test_only_what_multiplies_is_an_unknown_layer(kind):
+def test_only_what_multiplies_has_a_row(kind):
     x = jnp.ones((4, 8))
     for multiplies in (True, False):
         _, coverage = fp8.convert(kind(multiplies), CURRENT, inputs=(x,))
-        unknown = {row.path: row.reason for row in coverage if not row.recipe}
-        want = "a layer that fp8.convert does not know"
-        assert unknown == ({"": want} if multiplies else {})
-        able = 3 if multiplies else 2
-        assert str(coverage).endswith(f": 2 of {able} layers that can")
+        own = ["own/w" if kind is NNXRaw else "w"] if multiplies else []
+        assert [row.path for row in coverage] == ["query", "key", *own]
+        assert all(row.recipe for row in coverage)
+        assert str(coverage).endswith(
+            "3 of 3 layers that can" if multiplies else "2 of 2 layers that can"
+        )
 
 
 def test_a_scan_multiplies_by_parameters_and_carries_them():
@@ -196,7 +195,10 @@ def test_a_scan_multiplies_by_parameters_and_carries_them():
             return self.param("start", nn.initializers.normal(), (1, 8))
 
     _, coverage = fp8.convert(RNN(), CURRENT, inputs=(jnp.ones((3, 1, 8)),))
-    assert [(row.path, row.recipe) for row in coverage] == [("Dense_0", "current"), ("", "")]
+    assert [(row.path, row.recipe) for row in coverage] == [
+        ("Dense_0", "current"),
+        ("w", "current"),
+    ]
 
 
 def test_a_convolution_and_a_head_that_code_of_the_model_computes():
@@ -217,8 +219,9 @@ def test_a_convolution_and_a_head_that_code_of_the_model_computes():
             )
 
     _, coverage = fp8.convert(Net(), CURRENT, inputs=(TOKENS % 16,))
-    assert coverage["conv"].reason == "a convolution, which has no FP8 kernel"
-    assert coverage["embed"].reason == "an embedding, multiplied by other code"
+    assert coverage["conv/w"].reason == "a convolution, which has no FP8 kernel"
+    assert coverage["embed"].reason == "an embedding, a lookup"
+    assert coverage["embed/embedding"].reason == "kept: lm_head"
 
 
 def test_operations_of_grouped_matmuls():

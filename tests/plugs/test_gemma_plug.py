@@ -15,7 +15,7 @@ from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8Dense
-from jaxfp8.plugs.gemma import interceptor, is_gemma_einsum, replace_module_fn
+from jaxfp8.plugs.gemma import interceptor, replace_module_fn
 
 RECIPES = ("delayed", "current", "blockwise", "mxfp8")
 # The plug hands its recipe on. One matmul shows it for each recipe, and a net for one with state.
@@ -101,7 +101,8 @@ def test_trains(name):
         loss, params, state = step(params, state)
         losses.append(float(loss))
     assert losses[2] < losses[0]
-    assert len(jax.tree.leaves(state)) == (4 * 5 if name == "delayed" else 0)
+    # The head stays in high precision.
+    assert len(jax.tree.leaves(state)) == (4 * 4 if name == "delayed" else 0)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -127,7 +128,9 @@ def test_paths():
 def test_paths_that_match_nothing():
     for model in (Small(), Jitted()):
         with (
-            pytest.raises(ValueError, match=r"paths='layer' matches no layer.*\['head', 'mlp'\]"),
+            pytest.raises(
+                ValueError, match=r"paths='layer' matches no param.*\['head/kernel', 'mlp/kernel'\]"
+            ),
             interceptor(fp8.recipes.delayed(), paths="layer"),
         ):
             model.init(jax.random.key(0), jnp.ones((4, 64)))
@@ -148,9 +151,7 @@ def test_a_cached_layer_counts_as_matched():
             Outer().apply(params, x)
 
 
-def test_subclasses_stay():
-    assert is_gemma_einsum(Einsum((4, 4)))
-    assert not is_gemma_einsum(nn.Einsum((4, 4), "ab,bc->ac"))
+def test_fp8_layers_stay():
     with interceptor(fp8.recipes.delayed()):  # no state: the layer keeps its recipe
         variables = jax.eval_shape(
             FP8Dense(4, recipe=fp8.recipes.current()).init, jax.random.key(0), jnp.ones((4, 8))
@@ -161,7 +162,7 @@ def test_subclasses_stay():
 def test_the_cache_of_nn_jit_knows_what_is_exchanged():
     x = jax.random.normal(jax.random.key(1), (16, 64))
     params = jax.jit(Small().init)(jax.random.key(0), x)
-    mlp, every = (fp8.recipes.current(), "mlp"), (fp8.recipes.mxfp8(), ".*")
+    mlp, every = (fp8.recipes.current(), "mlp"), (fp8.recipes.mxfp8(), "mlp|head")
 
     def run(model, *entered):
         with contextlib.ExitStack() as stack:
@@ -183,7 +184,7 @@ def test_in_gemma_itself():
     x = jax.random.normal(jax.random.key(1), (2, 16, 128))
     with interceptor(fp8.recipes.delayed()):
         variables = layer.init(jax.random.key(0), x)
-    assert sorted(variables[COLLECTION]) == ["fp8_gating_einsum", "fp8_linear"]
+    assert sorted(variables[COLLECTION]) == ["gating_einsum", "linear"]
     assert_same_bits(variables["params"], layer.init(jax.random.key(0), x)["params"])
 
 
