@@ -386,6 +386,54 @@ def test_jitted_modules_have_the_recipe_of_their_model(kind):
         equal([call(each) for each in models], want)
 
 
+# Each kind of matmul in FP8, beside the same by hand.
+
+OF = functools.partial(jax.random.normal, jax.random.key(7))
+SIZES = jnp.array([2, 0, 3])
+OVER_E = (((1,), (2,)), ((0,), (0,)))
+
+
+def three(x):
+    return jnp.stack([x, 2 * x, x + 1])
+
+
+KINDS = {
+    "weight on the left": (
+        lambda w, x: w @ x.T, OF((4, 8)),
+        lambda w, x, **how: fp8.dot_general(x, w, (((1,), (1,)), ((), ())), **how).T,
+    ),
+    "weight on the left, with a batch": (
+        lambda w, x: lax.dot_general(w, three(x), OVER_E), OF((3, 8, 4)),
+        lambda w, x, **how: jnp.swapaxes(fp8.einsum("emk,ekn->emn", three(x), w, **how), 1, 2),
+    ),
+    "groups": (
+        lambda w, x: lax.ragged_dot(x, w, SIZES), OF((3, 8, 4)),
+        lambda w, x, **how: fp8.ragged_dot(x, w, SIZES, **how),
+    ),
+    "three operands": (
+        lambda w, x: jnp.einsum("mk,kn,n->mn", x, w, jnp.arange(4.0)), OF((8, 4)),
+        lambda w, x, **how: fp8.dot(x, w, **how) * jnp.arange(4.0)[None],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_matmuls(kind):
+    plain, w, by_hand = KINDS[kind]
+    x = jax.random.normal(jax.random.key(8), (5, 8))
+    params = {"w": w}
+    for recipe in (CURRENT, DELAYED):
+        converted, coverage = fp8.convert(
+            lambda params, x: plain(params["w"], x), recipe, inputs=(params, x)
+        )
+        assert [row.recipe for row in coverage] == [recipe.name]
+        state = converted.init_state()
+        how = {"recipe": recipe, "state": state.get("w", ())}
+        y = converted(params, x, fp8_state=state)
+        equal(y, by_hand(w, x, **how))
+        assert (y != plain(w, x)).any()
+
+
 # Uses of one weight, paths, and what a module keeps.
 
 
