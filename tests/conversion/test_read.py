@@ -383,7 +383,8 @@ def test_jitted_modules_have_the_recipe_of_their_model(kind):
     models = [fp8.convert(model, recipe, inputs=(X,))[0] for recipe in recipes]
     want = [jnp.tanh(fp8.dot(X, w, recipe=recipe)) for recipe in recipes]
     for _ in range(2):
-        equal([call(each) for each in models], want)
+        for each, y in zip(models, want, strict=True):  # the recipes differ by more
+            np.testing.assert_allclose(call(each), y, rtol=1e-5)
 
 
 # Each kind of matmul in FP8, beside the same by hand.
@@ -509,7 +510,8 @@ def test_parts_of_a_parameter_and_attributes():
     assert [row.path for row in coverage] == ["w/0", "w/1"]
     model, coverage = fp8.convert(NNXPair(), DELAYED, inputs=(x,))
     assert [row.path for row in coverage] == list(model.fp8_matmuls) == ["w/a", "w/b"]
-    y, text = nnx.jit(lambda model: model(x)[0])(model), model(x)[1]
+    nnx.jit(lambda model: model(x)[0])(model)
+    y, text = model(x)
     assert (text, model.calls, model.shape) == ("a string", 2, (8, 16))
     again = pickle.loads(pickle.dumps(model))
     assert type(again) is type(model)
