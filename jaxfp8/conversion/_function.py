@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxfp8._call import Example
 from jaxfp8._typing import Array, FP8StateError, PyTree
 from jaxfp8.conversion._plan import Decision, Plan
-from jaxfp8.conversion._read import Extra, note_weights, number_parameters, read_and_run
+from jaxfp8.conversion._read import Extra, Reading, note_weights, number_parameters, read_and_run
 from jaxfp8.conversion._rule import Layer, Seen
 from jaxfp8.jaxprs._flops import flops_of
 from jaxfp8.jaxprs._rewrite import Traced, is_array
@@ -91,9 +91,7 @@ class FP8Function:
             self._run,
             (params, args, kwargs),
             _parameters_of(params),
-            dict(self.fp8_plan.types),
-            dict(self.fp8_plan.uses),
-            self.fp8_plan.decide_read,
+            Reading.of(self.fp8_plan),
             extra_of,
         )
 

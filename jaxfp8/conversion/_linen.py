@@ -36,14 +36,13 @@ from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.conversion._foreign import OneCallEinsum, compute_of
 from jaxfp8.conversion._linen_layers import KNOWN, Known, matmul_of, see_other_layer
 from jaxfp8.conversion._linen_read import (
-    Reading,
     init_read,
     parameters_of,
     read_apply,
     run_in_scope,
 )
 from jaxfp8.conversion._plan import Decision, Plan
-from jaxfp8.conversion._read import note_weights
+from jaxfp8.conversion._read import Reading, note_weights
 from jaxfp8.conversion._rule import FP8, Layer, Seen, own_matmul, size_of_einsum
 from jaxfp8.jaxprs._flops import flops_of, layer_scope
 from jaxfp8.linen._matmul_module import MatmulModule
@@ -401,9 +400,7 @@ class Converted:
         if not self.fp8_plan.reads:
             return run(variables, *args, rngs=rngs, **kwargs)
         changes = mutable if mutable is not False or not capture_intermediates else ()
-        plan = self.fp8_plan
-        reading = Reading(plan.decide_read, dict(plan.types), dict(plan.uses))
-        return read_apply(reading, run, variables, rngs, args, kwargs, changes)
+        return read_apply(Reading.of(self.fp8_plan), run, variables, rngs, args, kwargs, changes)
 
     def _apply(
         self: Any,

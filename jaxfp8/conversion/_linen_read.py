@@ -4,8 +4,7 @@ Such a matmul has its state in the collection of states, beside the path of its 
 is at ("mlp", "fp8_of_w"). It is taken out before the model runs, so no module of the model sees it.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.conversion._plan import Decision, Plan
-from jaxfp8.conversion._read import Decide, Extra, Source, read_and_run
+from jaxfp8.conversion._read import Extra, Reading, read_and_run
 from jaxfp8.conversion._rule import Layer
 from jaxfp8.linen._state import COLLECTION, OF_PARAMETER
 from jaxfp8.state._init import make_concrete, unset_state
@@ -43,15 +42,6 @@ def init_read(plan: Plan, variables: PyTree) -> PyTree:
         if recipe is not None and recipe.rows:
             fresh[path] = unset_state(recipe.rows, loops)
     return _with_states(variables, fresh)
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """How the code of a model multiplies; see `read_and_run`."""
-
-    decide: Decide
-    types: Mapping[str, type] = dataclasses.field(default_factory=dict)
-    uses: Mapping[str, Sequence[Source]] = dataclasses.field(default_factory=dict)
 
 
 def read_apply(
@@ -95,9 +85,7 @@ def read_apply(
         lambda variables, rngs, args, kwargs: apply(variables, *args, rngs=rngs, **kwargs),
         (given, rngs, args, kwargs),
         parameters_of(given),
-        reading.types,
-        reading.uses,
-        reading.decide,
+        reading,
         extra_of,
     )
     if mutable is False:

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxfp8._typing import Array, FP8StateError
 from jaxfp8.conversion._plan import Decision, Plan
-from jaxfp8.conversion._read import Extra, read_and_run
+from jaxfp8.conversion._read import Extra, Reading, read_and_run
 from jaxfp8.conversion._rule import Layer
 from jaxfp8.jaxprs._flops import layer_scope
 from jaxfp8.nnx._dot_general import FP8DotGeneral
@@ -119,15 +119,7 @@ def _call(
             number += 1
     plain = [None if place in places else leaf for place, leaf in enumerate(leaves)]
     extra_of = functools.partial(_extra_of, getattr(model, _MATMULS, {}))
-    out, new = read_and_run(
-        run,
-        (values, plain),
-        parameters,
-        dict(plan.types),
-        dict(plan.uses),
-        plan.decide_read,
-        extra_of,
-    )
+    out, new = read_and_run(run, (values, plain), parameters, Reading.of(plan), extra_of)
     modules = dict(nnx.iter_graph(nodes))
     updates = {path: _with_value(changed[path], y) for path, y in zip(changed, new, strict=True)}
     for path, variable in updates.items():

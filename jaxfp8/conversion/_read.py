@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfp8._typing import Array, FP8StateError
-from jaxfp8.conversion._plan import ANY_USE, Decision
+from jaxfp8.conversion._plan import ANY_USE, Decision, Plan
 from jaxfp8.conversion._rule import UNCALLED, UNSEEN, Layer, Seen
 from jaxfp8.jaxprs._flops import OTHER
 from jaxfp8.jaxprs._rewrite import Traced, is_array, run
@@ -174,31 +174,46 @@ jax.tree_util.register_dataclass(Extra, ["state", "key"], [])
 
 ExtraOf = Callable[[Layer, Decision, tuple[int, ...]], Extra]
 """`extra_of(layer, decision, loops)`: what a matmul has, given the lengths of scans around it."""
-Decide = Callable[[Layer, AbstractSet[int]], Decision]
-"""`decide(layer, tables)`: what becomes of a matmul, given the sizes of tables of the model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How the code of a model multiplies.
+
+    Attributes:
+      decide: `decide(layer, tables)`, what becomes of a matmul, given the sizes of tables.
+      types: the classes of modules, by path.
+      uses: where the call with `inputs=` used each weight, by path; see `rows_of`.
+    """
+
+    decide: Callable[[Layer, AbstractSet[int]], Decision]
+    types: Mapping[str, type] = dataclasses.field(default_factory=dict)
+    uses: Mapping[str, Sequence[Source]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Reading":
+        """That of a plan that was made from a call with `inputs=`."""
+        return cls(plan.decide_read, dict(plan.types), dict(plan.uses))
 
 
 def read_and_run(
     function: Callable[..., Any],
     args: Sequence[Any],
     parameters: Mapping[int, str],
-    types: Mapping[str, type],
-    uses: Mapping[str, Sequence[Source]],
-    decide: Decide,
+    reading: Reading,
     extra_of: ExtraOf,
 ) -> Any:
-    """`function(*args)` with the matmuls of its own code as `decide` says.
+    """`function(*args)` with the matmuls of its own code as `reading` says.
 
     `parameters` has the paths of leaves of `args` that are parameters, by the number of the leaf.
-    `types` has the classes of modules by path. For `uses` see `rows_of`.
     """
     traced = Traced(function, *args)
     numbers, paths = number_parameters(traced.leaves, parameters)
     weights = weights_of(traced.program, numbers)
     extras: dict[Any, Extra] = {}
     found: dict[Any, tuple[WeightMatmul, Layer, Decision]] = {}
-    for matmul, layer in rows_of(weights, paths, types, uses):
-        decision = decide(layer, weights.tables)
+    for matmul, layer in rows_of(weights, paths, reading.types, reading.uses):
+        decision = reading.decide(layer, weights.tables)
         if decision.recipe is not None:
             found[matmul.place] = matmul, layer, decision
             extra = extra_of(layer, decision, matmul.loops)

@@ -121,18 +121,25 @@ def _of_equation(eqn: Any, labels: list[int], rule: Rule, place: Place | None) -
 
 
 def _of_scan(eqn: Any, labels: list[int], rule: Rule, place: Place | None) -> list[int]:
-    # jax 0.10 and 0.12 have other parameters, so shapes tell what is split along the first axis.
-    program = eqn.params["jaxpr"]
-    jaxpr = getattr(program, "jaxpr", program)
-    whole = _same_shapes(jaxpr.invars, eqn.invars)
-    carried = _same_shapes(jaxpr.outvars, eqn.outvars)
-    consts, split = labels[: whole - carried], labels[whole:]
+    first, carried = scan_counts(eqn)
+    consts, split = labels[:first], labels[first + carried :]
     carry, outs = _fixpoint(
-        lambda carry, place: labels_of(program, [*consts, *carry, *split], rule, _inside(place, 0)),
-        labels[whole - carried : whole],
+        lambda carry, place: labels_of(
+            eqn.params["jaxpr"], [*consts, *carry, *split], rule, _inside(place, 0)
+        ),
+        labels[first : first + carried],
         place,
     )
     return [*carry, *outs[carried:]]
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """The numbers of constants and of carried values of a scan."""
+    # jax 0.10 and 0.12 have other parameters, so shapes tell what is split along the first axis.
+    program = eqn.params["jaxpr"]
+    jaxpr = getattr(program, "jaxpr", program)
+    carried = _same_shapes(jaxpr.outvars, eqn.outvars)
+    return _same_shapes(jaxpr.invars, eqn.invars) - carried, carried
 
 
 def _of_while(params: Any, labels: list[int], rule: Rule, place: Place | None) -> list[int]:

@@ -12,7 +12,7 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
-from jaxfp8.jaxprs._data_flow import Place
+from jaxfp8.jaxprs._data_flow import Place, scan_counts
 
 # A call as a program.
 
@@ -176,15 +176,6 @@ def _scan(run: _Run, eqn: Any, values: list[Any], extras: Any, place: Place) -> 
     return [*last, *stacked]
 
 
-def scan_counts(eqn: Any) -> tuple[int, int]:
-    """The numbers of constants and of carried values of a scan."""
-    params = eqn.params
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()  # since jax 0.12
-    return len(consts), len(carry)
-
-
 def _while(run: _Run, eqn: Any, values: list[Any], extras: Any, place: Place) -> Any:
     params = eqn.params
     first = params["cond_nconsts"]
@@ -229,7 +220,6 @@ def _shard_map(run: _Run, eqn: Any, values: list[Any], extras: Any, place: Place
 
 _REBUILD: dict[str, Callable[[_Run, Any, list[Any], Any, Place], Any]] = {
     "jit": _jit,
-    "pjit": _jit,
     "remat2": _remat,
     "closed_call": _call,
     "scan": _scan,

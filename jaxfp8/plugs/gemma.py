@@ -20,8 +20,9 @@ from flax.core.scope import in_filter
 
 from jaxfp8._check import check_type
 from jaxfp8._typing import PyTree
-from jaxfp8.conversion._linen_read import Reading, read_apply, run_in_scope
+from jaxfp8.conversion._linen_read import read_apply, run_in_scope
 from jaxfp8.conversion._plan import KEPT, Decision, Plan
+from jaxfp8.conversion._read import Reading
 from jaxfp8.conversion._rule import Layer
 from jaxfp8.linen._state import COLLECTION
 from jaxfp8.matmul._options import LayerOptions
