@@ -3,15 +3,19 @@
     nox --list                              # names, and what they check
     nox -s newest -- -k scan tests/linen    # what follows -- goes to pytest
     nox -s everything                       # by hand, before a release: every row of every test
+    nox -s clients -- tunix                 # by hand, before a release: frameworks that use jaxfp8
 
 Sessions of one Python share an environment below .nox. The first one installs it.
 """
 
+import argparse
 import functools
+import importlib
 import os
 import re
 import resource
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -249,6 +253,56 @@ def docstrings(session: nox.Session) -> None:
 def notebooks(session: nox.Session) -> None:
     """Every notebook, executed from the beginning."""
     python(session, "python311", "notebooks/execute.py", "--check")
+
+
+@nox.session(python=False, default=False)
+def clients(session: nox.Session) -> None:
+    """Other frameworks by their own commands, by hand, before a release. It takes hours.
+
+    `-- tunix levanter` runs these, and without names all of them run. A framework that is not
+    installed by pip needs its source tree: `-- maxtext --checkout maxtext=FOLDER`. `--rows REGEX`
+    chooses rows, `--list` shows them.
+    """
+    folder = ROOT / "benchmarks" / "clients"
+    sys.path.insert(0, str(folder))
+    known = {
+        path.stem: importlib.import_module(path.stem).CLIENT
+        for path in sorted(folder.glob("*.py"))
+        if "CLIENT = " in path.read_text()
+    }
+    parser = argparse.ArgumentParser("nox -s clients --")
+    parser.add_argument("names", nargs="*", choices=[*known, []], default=[])
+    parser.add_argument("--checkout", action="append", default=[], metavar="NAME=FOLDER")
+    given, rest = parser.parse_known_args(session.posargs)
+    checkouts = dict(each.split("=", 1) for each in given.checkout)
+    failed = []
+    for name in given.names or known:
+        python = _environment_of(session, known[name])
+        checkout = ("--checkout", checkouts[name]) if name in checkouts else ()
+        command = (str(folder / "run.py"), name, "--python", str(python), *checkout, *rest)
+        try:
+            session.run(str(python), *command, external=True)
+        except CommandFailed:
+            failed.append(name)
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
+
+
+def _environment_of(session: nox.Session, client: Any) -> Path:
+    """The Python of a client's environment, which is made anew if its packages changed."""
+    folder = ROOT / ".nox" / f"clients-{client.name}"
+    python, stamp = folder / "bin" / "python", folder / "packages.txt"
+    packages = "\n".join((*client.packages, "alone", *client.alone))
+    if not stamp.exists() or stamp.read_text() != packages:
+        shutil.rmtree(folder, ignore_errors=True)
+        session.run(f"python{client.python}", "-m", "venv", str(folder), external=True)
+        pip = (str(python), "-m", "pip", "install", "-q")
+        session.run(*pip, *client.packages, external=True)
+        if client.alone:
+            session.run(*pip, "--no-deps", *client.alone, external=True)
+        session.run(*pip, "-e", str(ROOT), external=True)
+        stamp.write_text(packages)
+    return python
 
 
 @nox.session(python=False)
