@@ -90,8 +90,11 @@ def run(client: Client, row: Row, python: Path, checkout: Path, log: Path) -> di
         filled = {"here": str(HERE), "checkout": str(checkout), "scratch": str(scratch)}
         given = environment(client, row, dumps, filled)
         began = time.monotonic()
+        written = client.loss_file and Path(client.loss_file.format(**filled))
         for arguments in (*row.setup, row.arguments):
             shutil.rmtree(dumps, ignore_errors=True)  # the step of the last command counts
+            if written:
+                written.unlink(missing_ok=True)
             command = [part.format(**filled) for part in (*client.command, *arguments)]
             with log.open("w") as file:
                 ran = subprocess.run(
@@ -102,7 +105,8 @@ def run(client: Client, row: Row, python: Path, checkout: Path, log: Path) -> di
                 return {"error": f"setup failed: {last_error(log)}"}
         seconds = round(time.monotonic() - began)
         text = log.read_text(errors="replace")
-        losses = [float(loss) for loss in re.findall(client.loss, text)]
+        read = written.read_text() if written and written.exists() else "" if written else text
+        losses = [float(loss) for loss in re.findall(client.loss, read)]
         result: dict[str, Any] = {"losses": losses, "seconds": seconds}
         if row.refuses is not None:
             refused = ran.returncode and re.search(row.refuses, text)
