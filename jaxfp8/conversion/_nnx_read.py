@@ -18,7 +18,7 @@ from jaxfp8.conversion._plan import Decision, Plan
 from jaxfp8.conversion._read import Extra, Reading, read_and_run
 from jaxfp8.conversion._rule import Layer
 from jaxfp8.jaxprs._flops import layer_scope
-from jaxfp8.nnx._dot_general import FP8DotGeneral
+from jaxfp8.nnx._dot_general import AFTER_QWIX, FP8DotGeneral, is_watched_by_qwix
 from jaxfp8.nnx._state import FP8State
 from jaxfp8.state._init import unset_state
 
@@ -31,6 +31,11 @@ def read_class(kind: type, plan: Plan) -> type:
 
     @functools.wraps(kind.__call__)
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(model) is not converted and is_watched_by_qwix(model):
+            raise TypeError(
+                f"qwix was applied to a {kind.__name__} that fp8.convert made. It would see only "
+                f"some matmuls, so layers would get no adapter. {AFTER_QWIX}"
+            )
         return _call(kind.__call__, plan, model, args, kwargs)
 
     def reduce(model: Any, protocol: Any) -> Any:
@@ -41,7 +46,8 @@ def read_class(kind: type, plan: Plan) -> type:
     members = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     members |= {"fp8_plan": plan, "__reduce_ex__": reduce}
     is_pytree = getattr(kind, "_pytree__is_pytree", True)
-    return type(kind.__name__, (kind,), members, pytree=is_pytree)
+    converted = type(kind.__name__, (kind,), members, pytree=is_pytree)
+    return converted
 
 
 def _empty(kind: type, plan: Plan) -> Any:
