@@ -83,6 +83,19 @@ def in_fp8(model, recipe, inputs):
     return model
 
 
+def frozen_in_fp8(model, recipe):
+    """The model with a byte for each frozen weight. The adapters stay as they are."""
+    axes = fp8.weights.WeightAxes
+    rules = [
+        (".*/(q|k|v)_proj/w", axes()),  # the matmul contracts the first axis
+        (".*/o_proj/w", axes(contracted=(0, 1))),
+        (".*/(gate|up|down)_proj/kernel", axes()),
+    ]
+    return fp8.quantize_params(
+        model, getattr(fp8.recipes, recipe)(), rules=rules, state=model, primary=True
+    )
+
+
 class FP8Trainer(peft_trainer.PeftTrainer):
     """`PeftTrainer` for recipes with state: `fp8.nnx.value_and_grad` updates them."""
 
@@ -240,6 +253,8 @@ def main():
         trained = model
         for step in steps:
             trained = step(trained)
+        if given.weights == "fp8":
+            trained = frozen_in_fp8(trained, given.fp8)
         if given.task == "grpo":
             reinforced(trained, make_model(mesh, given.experts), mesh, given)
         else:
