@@ -206,8 +206,8 @@ def reinforced(actor, reference, mesh, given):
             max_steps=given.steps, mini_batch_size=4, train_micro_batch_size=4,
         ),
         rollout_config=base_rollout.RolloutConfig(
-            max_tokens_to_generate=32, max_prompt_length=32, kv_cache_size=96, temperature=1.0,
-            top_p=1.0, seed=jax.random.key(5),
+            max_tokens_to_generate=16, max_prompt_length=16, kv_cache_size=64, temperature=1.0,
+            top_p=1.0, seed=5,
         ),
     )  # fmt: skip
     cluster = rl_cluster.RLCluster(
@@ -218,7 +218,8 @@ def reinforced(actor, reference, mesh, given):
         rl_cluster=cluster, reward_fns=even,
         algo_config=grpo_learner.GRPOConfig(num_generations=4, beta=0.04),
     )  # fmt: skip
-    learner.train({"prompts": [f"count {i + 4 * step}" for i in range(4)]} for step in range(100))
+    prompts = np.array([f"count {i}" for i in range(4 * given.steps)]).reshape(given.steps, 4)
+    learner.train({"prompts": each} for each in prompts)
     trained = jax.tree.leaves(nnx.state(cluster.actor_trainer.model, nnx.Param))
     sampled = jax.tree.leaves(nnx.state(cluster.rollout.model(), nnx.Param))
     same = all(map(np.array_equal, trained, sampled))
