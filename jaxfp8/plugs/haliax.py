@@ -310,7 +310,7 @@ def _layer_of_experts() -> type:
     """The `MoELinear` with an operation. haliax's own calls `jax.lax.ragged_dot_general`."""
     haliax, nn = import_guest("haliax", "haliax"), import_guest("haliax.nn", "haliax")
 
-    class FP8MoELinear(nn.MoELinear):  # type: ignore[misc, name-defined]
+    class FP8MoELinear(nn.MoELinear):  # type: ignore[name-defined]
         op: Any
 
         def __call__(self, inputs: Any, group_sizes: Any, *, key: Any = None) -> Any:

@@ -68,10 +68,11 @@ def check_config(config: Any) -> None:
             fp8_levanter.check_config(config)
             train_lm.main(config)
     """
-    model, trainer = getattr(config, "model", None), getattr(config, "trainer", None)
-    if not hasattr(type(model), "quantizes"):
+    model: Any = getattr(config, "model", None)
+    trainer: Any = getattr(config, "trainer", None)
+    kind = getattr(model, "quantizes", None)
+    if kind is None:
         return
-    kind = type(model).quantizes
     if getattr(config, "use_hf_model_config", False):
         raise ValueError(
             f"use_hf_model_config: true replaces the model {PREFIX}{kind} by a plain {kind}, "
@@ -156,9 +157,9 @@ def _quantized_model(model: type) -> type:
     levanter makes models by `init`, also when it reads files of Hugging Face.
     """
 
-    class Quantized(model):  # type: ignore[misc, valid-type]
+    class Quantized(model):
         @classmethod
-        def init(cls, Vocab: Any, config: Any, *, key: Any) -> Any:  # noqa: N803
+        def init(cls, Vocab: Any, config: Any, *, key: Any) -> Any:
             recipe: Recipe = parse(config.recipe)
             made = model.init(Vocab, config, key=key)  # type: ignore[attr-defined]
             return quantize_linear_layers(made, recipe, targets=config.targets)
