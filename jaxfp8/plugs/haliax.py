@@ -109,17 +109,18 @@ def quantize_linear_layers(
     targets: str | Sequence[str] | None = None,
     **options: Unpack[LayerOptions],
 ) -> T:
-    """A model whose `haliax.nn.Linear` layers multiply in FP8.
+    """A model whose `Linear` and `MoELinear` layers of haliax multiply in FP8.
 
-    Layers inside of `Stacked` get a state for each block.
+    Layers inside of `Stacked` get a state for each block. A `MoELinear`, the matrices of experts,
+    gets a state for each expert, too.
 
     Args:
       tree: a model of haliax or levanter.
       recipe: which quantizer for which operand.
       targets: which layers. A string is a regular expression for the whole path
         ("transformer.layers.stacked.mlp.up_proj"). A sequence has the last names of paths. None:
-        all layers.
-      **options: see `dot_general_op`.
+        all layers but routers, which are `Linear` layers to the experts.
+      **options: see `dot_general_op`. `MoELinear` takes those of `ragged_dot_op` only.
 
     Returns:
       A model that shares all arrays with `tree`.
@@ -127,7 +128,7 @@ def quantize_linear_layers(
     Raises:
       ImportError: if haliax is not installed.
       TypeError, ValueError: see `dot_general_op`.
-      ValueError: if no layer matches.
+      ValueError: if no layer matches, or if a `MoELinear` has `use_gmm`.
 
     Example:
       .. code-block:: python
@@ -143,11 +144,17 @@ def quantize_linear_layers(
     tree_at = import_guest("equinox", "equinox").tree_at
     make = functools.partial(dot_general_op, recipe, **options)
     make()  # raises the errors of bad arguments
+    layers = (nn.Linear, nn.MoELinear)
+    experts = {
+        module.Experts
+        for module in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nn.MoELinear))
+        if isinstance(module, nn.MoELinear)
+    }
     seen: list[str] = []
     changed = 0
 
     def special(module: object) -> bool:
-        return isinstance(module, nn.Linear | nn.Stacked)
+        return isinstance(module, (*layers, nn.Stacked))
 
     def replace(prefix: str, blocks: tuple[Any, ...], path: Any, module: Any) -> Any:
         nonlocal changed
@@ -160,15 +167,20 @@ def quantize_linear_layers(
             )
             inner = jax.tree_util.tree_map_with_path(within, module.stacked, is_leaf=special)
             return tree_at(lambda stacked: stacked.stacked, module, inner)
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, layers):
             return module
         seen.append(name)
-        if not _matches(name, targets):
+        router = isinstance(module, nn.Linear) and module.Out in experts
+        if not _matches(name, targets) or (router and targets is None):
             return module
         changed += 1
         op: Callable[[], Any] = make
+        if isinstance(module, nn.MoELinear):
+            op = functools.partial(_op_of_experts, name, module, recipe, options)
         for block in reversed(blocks):
             op = haliax.vmap(op, block)
+        if isinstance(module, nn.MoELinear):
+            return _experts_with(module, op())
         return tree_at(lambda linear: linear.dot_general, module, op())
 
     tree = jax.tree_util.tree_map_with_path(
@@ -176,9 +188,29 @@ def quantize_linear_layers(
     )
     if not changed:
         raise ValueError(
-            f"targets={targets!r} matches no haliax.nn.Linear of the model. Its layers are {seen}."
+            f"targets={targets!r} matches no Linear or MoELinear of haliax in the model. Its "
+            f"layers are {seen}."
         )
     return tree
+
+
+def _op_of_experts(name: str, module: Any, recipe: Recipe, options: LayerOptions) -> Any:
+    """The operation of a `MoELinear`, with a state for each expert."""
+    if module.use_gmm:
+        raise ValueError(
+            f"{name} is a MoELinear with use_gmm=True, which sorts and multiplies the tokens of "
+            "each device by themselves. FP8 runs with use_gmm=False only. Set that, or leave the "
+            "layer out of targets=."
+        )
+    groups = import_guest("haliax", "haliax").axis_size(module.Experts)
+    given: Any = options
+    return ragged_dot_op(recipe, groups=groups, **given)
+
+
+def _experts_with(module: Any, op: Any) -> Any:
+    """The layer of experts `module` that multiplies by `op`."""
+    fields = {field.name: getattr(module, field.name) for field in dataclasses.fields(module)}
+    return _layer_of_experts()(**fields, op=op)
 
 
 def _matches(name: str, targets: str | Sequence[str] | None) -> bool:
@@ -271,6 +303,25 @@ def _operations() -> tuple[type, type]:
             )  # fmt: skip
 
     return FP8DotGeneralOp, FP8RaggedDotOp
+
+
+@functools.cache
+def _layer_of_experts() -> type:
+    """The `MoELinear` with an operation. haliax's own calls `jax.lax.ragged_dot_general`."""
+    haliax, nn = import_guest("haliax", "haliax"), import_guest("haliax.nn", "haliax")
+
+    class FP8MoELinear(nn.MoELinear):  # type: ignore[name-defined]
+        op: Any
+
+        def __call__(self, inputs: Any, group_sizes: Any, *, key: Any = None) -> Any:
+            del key
+            rows = inputs.rearrange((..., self.In))
+            weight = self.weight.rearrange((self.Experts, self.In, self.Out))
+            y = self.op(rows.array, weight.array, group_sizes.array)
+            result = haliax.named(y, (*rows.axes[:-1], self.Out))
+            return haliax.auto_sharded(result if self.bias is None else result + self.bias)
+
+    return FP8MoELinear
 
 
 # A state as bytes, because levanter casts a whole model to a shorter dtype, its state too.
