@@ -125,18 +125,23 @@ def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: An
 
     def run(model: Any, variables: PyTree, rngs: Any, mutable: Any) -> tuple[Any, PyTree]:
         starts = module.is_initializing()
+        made = given = variables
         if starts:
-            _, variables = model.init_with_output(rngs, *args, method=method, **kwargs)
+            _, made = model.init_with_output(rngs, *args, method=method, **kwargs)
+            # Without what `init` added to other collections. A decoder that finds its cache there
+            # would take its example for a next token.
+            kept = ("params", COLLECTION, *variables)
+            given = {name: made[name] for name in made if name in kept}
         apply = functools.partial(
             model.apply, method=method, mutable=True if starts else mutable or ()
         )
         y, changed = read_apply(
-            reading, apply, variables, rngs, args, kwargs, True, makes_states=starts
+            reading, apply, given, rngs, args, kwargs, True, makes_states=starts
         )
         if not starts:
             return y, {name: changed[name] for name in changed if in_filter(mutable, name)}
         states = {COLLECTION: changed[COLLECTION]} if COLLECTION in changed else {}
-        return y, {**variables, **states}
+        return y, {**made, **states}
 
     token = _contexts.set(())
     try:
