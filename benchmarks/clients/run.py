@@ -71,8 +71,10 @@ def environment(client: Client, row: Row, dumps: Path, filled: dict[str, str]) -
         for key, text in {**client.environment, **row.environment}.items()
     }
     paths = (given.pop("PYTHONPATH", ""), str(ROOT), os.environ.get("PYTHONPATH", ""))
+    outer = dict(os.environ)
+    outer.pop("JAX_COMPILATION_CACHE_DIR", None)  # XLA dumps nothing for a program in a cache
     return {
-        **os.environ,
+        **outer,
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         **given,
