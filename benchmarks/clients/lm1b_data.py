@@ -1,12 +1,16 @@
-"""Writes a small stand-in for the data set lm1b of TFDS: `python lm1b_data.py FOLDER tfrecord`.
+"""Writes a small stand-in for the data set lm1b of TFDS, then runs a command of a flax example.
 
-flax's examples read lm1b by its name, from the folder in `TFDS_DATA_DIR`. Its sentences here are
-made of 300 words by a random walk, so that there is something to learn.
+    TFDS_DATA_DIR=FOLDER python lm1b_data.py tfrecord examples/lm1b/main.py --workdir=...
+
+The examples read lm1b by its name, from the folder in `TFDS_DATA_DIR`. Its sentences here are made
+of 300 words by a random walk, so that there is something to learn.
 """
 
+import os
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import tensorflow_datasets as tfds
 
@@ -28,12 +32,14 @@ def _sentences(split: str) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 if __name__ == "__main__":
-    # The pipeline of grain reads array_record, that of tf.data reads tfrecord.
-    tfds.dataset_builders.AdhocBuilder(
-        name="lm1b",
-        version="1.1.0",
-        features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
-        split_datasets={split: list(_sentences(split)) for split in _SENTENCES},
-        data_dir=sys.argv[1],
-        file_format=sys.argv[2],
-    ).download_and_prepare()
+    form, *command = sys.argv[1:]  # the pipeline of grain reads array_record, that of tf.data tfrecord
+    if not Path(os.environ["TFDS_DATA_DIR"]).exists():
+        tfds.dataset_builders.AdhocBuilder(
+            name="lm1b",
+            version="1.1.0",
+            features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
+            split_datasets={split: list(_sentences(split)) for split in _SENTENCES},
+            data_dir=os.environ["TFDS_DATA_DIR"],
+            file_format=form,
+        ).download_and_prepare()
+    os.execv(sys.executable, (sys.executable, *command))
