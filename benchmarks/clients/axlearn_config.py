@@ -16,7 +16,6 @@ from axlearn.common.quantized_dot_general.layers import set_quantized_dot_genera
 from axlearn.common.trainer import SpmdTrainer
 from axlearn.common.trainer_config_modifier import FP8ConfigModifier
 from axlearn.common.update_transformation import OverrideInplaceUpdateTransformation
-from axlearn.common.utils import per_param_dtype_by_path
 from axlearn.experiments.text.gpt.common import adamw_decoupled_learner_config, model_config
 
 import jaxfp8 as fp8
@@ -55,9 +54,6 @@ def quantize(cfg: SpmdTrainer.Config, recipe: fp8.Recipe) -> None:
     set_quantized_dot_general_recursively(cfg.model, fp8_axlearn.quantized_einsum_config(recipe))
     cfg.learner.optimizer = OverrideInplaceUpdateTransformation.default_config().set(
         transformation=cfg.learner.optimizer, rules=fp8_axlearn.UPDATE_RULES
-    )
-    cfg.train_dtype = config_for_function(per_param_dtype_by_path).set(
-        default_dtype=jnp.bfloat16, update_rules=[(rule, None) for rule in fp8_axlearn.UPDATE_RULES]
     )
 
 
