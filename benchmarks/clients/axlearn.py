@@ -29,7 +29,7 @@ CLIENT = Client(
     checkout="apple/axlearn 34aed43c",
     command=(
         "-m", "axlearn.common.launch_trainer_main", "--module=axlearn_config",
-        "--trainer_dir={scratch}/trainer", "--jax_backend=cpu",
+        "--trainer_dir={scratch}", "--jax_backend=cpu",
     ),
     environment={"PYTHONPATH": "{here}"},
     loss=r"loss=([\d.]+) aux",
