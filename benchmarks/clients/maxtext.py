@@ -132,6 +132,7 @@ CLIENT = Client(
         refused("4 devices, FSDP, width 256", "blockwise", "cut the tiles", *FSDP, *NARROW),
         refused("sparse experts", "its fp8", "no attribute 'quant_dg'", *MIXTRAL),
         *rows("gradient accumulation", ("bfloat16", "delayed", "blockwise"), *ACCUMULATE),
+        refused("gradient accumulation", "its fp8", "not compatible with gradient", *ACCUMULATE),
         *resumed("delayed"),
         *resumed("blockwise"),
         *rows("DeepSeek, sparse experts", FEW, *DEEPSEEK),
