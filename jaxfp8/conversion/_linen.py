@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.core import freeze, unfreeze
+from flax.errors import ScopeParamNotFoundError
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxfp8._call import Example
@@ -366,7 +367,15 @@ def _run_in_scope(module: Any, name: str, args: Any, kwargs: Any) -> Any:
             )
         return found
 
-    return run_in_scope(module, run)
+    try:
+        return run_in_scope(module, run)
+    except ScopeParamNotFoundError as error:
+        error.add_note(
+            f"fp8.convert: {type(module).__name__} was converted before it was wrapped, and the "
+            "wrapper adds parameters to its layers, as LoRA does. Convert the wrapped model: "
+            "fp8.convert(LoRA(model), recipe, inputs=...)."
+        )
+        raise
 
 
 class Converted:
