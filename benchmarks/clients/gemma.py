@@ -6,14 +6,16 @@ adapters alone. This file has the name of a package, so that folder alone is on 
 
 from _client import RECIPES, Client, Row
 
-ALL, LORA = "all parameters", "LoRA"
+ALL, LORA, CONVERTED = "all parameters", "LoRA", "LoRA of a converted model"
+FIRST = "--cfg.model.order=convert first"
 
 
 def rows(name, recipes, *arguments, **options):
     config = "gemma_config" if name == ALL else "gemma_lora_config"
     config = f"--cfg={{here}}/kauldron_gemma/{config}.py"
     for recipe in recipes:
-        given = (config, f"--cfg.model.recipe={recipe}", *arguments)
+        # Kauldron wants the config before what overrides it.
+        given = (config, "--cfg.workdir={scratch}/work", f"--cfg.model.recipe={recipe}", *arguments)
         yield Row(name=name, recipe=recipe, arguments=given, **options)
 
 
@@ -50,7 +52,7 @@ CLIENT = Client(
         "einops",
     ),
     alone=("gemma==4.0.1", "kauldron==1.4.4"),
-    command=("-m", "kauldron.main", "--cfg.workdir={scratch}/work"),
+    command=("-m", "kauldron.main"),
     environment={"PYTHONPATH": "{here}/kauldron_gemma", "TF_CPP_MIN_LOG_LEVEL": "3"},
     loss=r"losses/xentropy=([\d.]+)",
     losses=6,
@@ -58,12 +60,8 @@ CLIENT = Client(
     rows=(
         *rows(LORA, ("bfloat16", "qwix", *RECIPES)),
         *rows(ALL, ("bfloat16", "qwix", *RECIPES)),
-        *rows(
-            "LoRA of a converted model",
-            ("current",),
-            "--cfg.model.order=convert first",
-            refuses="was converted before it was wrapped",
-        ),
+        *rows(CONVERTED, ("current",), FIRST),
+        *rows(CONVERTED, ("delayed",), FIRST, refuses="lora/a: the state of recipe 'delayed' is mis"),
     ),
     lines={"jaxfp8": "2, with state 18", "own FP8": "none", "qwix": "4"},
 )

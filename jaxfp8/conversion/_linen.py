@@ -29,7 +29,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.core import freeze, unfreeze
-from flax.errors import ScopeParamNotFoundError
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxfp8._call import Example
@@ -121,6 +120,8 @@ _OURS = "jaxfp8"
 # change. So without it, a model would run functions that were compiled for another one. Equal plans
 # use the functions of each other. A look finds none, because each `Seen` is another one.
 _running: Any = jax.make_user_context(None)
+_part_of_another: Any = jax.make_user_context(None)
+"""Another value for each call of a model in a module that is not converted."""
 
 
 @contextlib.contextmanager
@@ -367,15 +368,10 @@ def _run_in_scope(module: Any, name: str, args: Any, kwargs: Any) -> Any:
             )
         return found
 
-    try:
+    # An outer module may have changed the layers inside, as LoRA of gemma does by an interceptor.
+    # The caches of `nn.jit` do not know that, and would return programs without the change.
+    with _part_of_another(object()):
         return run_in_scope(module, run)
-    except ScopeParamNotFoundError as error:
-        error.add_note(
-            f"fp8.convert: {type(module).__name__} was converted before it was wrapped, and the "
-            "wrapper adds parameters to its layers, as LoRA does. Convert the wrapped model: "
-            "fp8.convert(LoRA(model), recipe, inputs=...)."
-        )
-        raise
 
 
 class Converted:
