@@ -171,9 +171,7 @@ def test_other_uses_of_a_weight_in_fp8_are_refused():
         Tied.use = staticmethod(use)
         recipe = RECIPES["current"]
         model, _ = fp8.convert(Tied(), recipe, inputs=(X,), keep=())
-        return fp8.quantize_params(
-            model, recipe, rules=[("w", AXES)], primary=True, **options
-        )
+        return fp8.quantize_params(model, recipe, rules=[("w", AXES)], primary=True, **options)
 
     uses = {
         "transpose": lambda x, w: x @ w.T,
