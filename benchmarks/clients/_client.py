@@ -14,6 +14,17 @@ RECIPES = ("delayed", "current", "rowwise", "blockwise", "mxfp8")
 """Names of jaxfp8's recipes in rows. Every other name is a method of the client itself."""
 
 
+def documented(marker: str) -> str:
+    """The text of the block behind `<!-- marker -->` in docs/frameworks.md: a patch."""
+    page = (ROOT / "docs" / "frameworks.md").read_text()
+    return page.split(f"<!-- {marker} -->\n")[1].split("```diff\n")[1].split("```")[0]
+
+
+def beside(name: str) -> str:
+    """The text of a file in this folder: a patch that is none for users."""
+    return (HERE / name).read_text()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
     """One run of a client's command.
@@ -58,6 +69,8 @@ class Client:
         "{scratch}" a new folder for each row. Arguments of rows may have them, too.
       environment: variables for each run.
       loss: a regular expression whose group 1 is the loss of a step, in the output.
+      loss_file: a file that the command writes, which has more digits than its output. Its losses
+        are read. None: those of the output.
       losses: how many losses each row prints.
       program: a regular expression for the name of the XLA module of the train step.
       rows: what is run.
@@ -74,6 +87,7 @@ class Client:
     command: tuple[str, ...]
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     loss: str
+    loss_file: str | None = None
     losses: int
     program: str
     rows: tuple[Row, ...]
