@@ -61,7 +61,9 @@ CLIENT = Client(
         *rows(LORA, ("bfloat16", "qwix", *RECIPES)),
         *rows(ALL, ("bfloat16", "qwix", *RECIPES)),
         *rows(CONVERTED, ("current",), FIRST),
-        *rows(CONVERTED, ("delayed",), FIRST, refuses="lora/a: the state of recipe 'delayed' is mis"),
+        *rows(
+            CONVERTED, ("delayed",), FIRST, refuses="lora/a: the state of recipe 'delayed' is mis"
+        ),
     ),
     lines={"jaxfp8": "2, with state 18", "own FP8": "none", "qwix": "4"},
 )
