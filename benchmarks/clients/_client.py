@@ -14,6 +14,17 @@ RECIPES = ("delayed", "current", "rowwise", "blockwise", "mxfp8")
 """Names of jaxfp8's recipes in rows. Every other name is a method of the client itself."""
 
 
+def documented(marker: str) -> str:
+    """The text of the block behind `<!-- marker -->` in docs/frameworks.md: a patch."""
+    page = (ROOT / "docs" / "frameworks.md").read_text()
+    return page.split(f"<!-- {marker} -->\n")[1].split("```diff\n")[1].split("```")[0]
+
+
+def beside(name: str) -> str:
+    """The text of a file in this folder: a patch that is none for users."""
+    return (HERE / name).read_text()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
     """One run of a client's command.

@@ -20,8 +20,8 @@ from flax.core.scope import in_filter
 
 from jaxfp8._check import check_type
 from jaxfp8._typing import PyTree
-from jaxfp8.conversion._linen_read import read_apply, run_in_scope
-from jaxfp8.conversion._plan import KEPT, Decision, Plan
+from jaxfp8.conversion._linen_read import parameters_of, read_apply, run_in_scope
+from jaxfp8.conversion._plan import KEPT, Decision, Plan, stacks_of
 from jaxfp8.conversion._read import Reading
 from jaxfp8.conversion._rule import Layer
 from jaxfp8.linen._state import COLLECTION
@@ -113,36 +113,52 @@ def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: An
     if method is None or module.scope is None:
         return next_fun(*args, **kwargs)
 
-    def decide(layer: Layer, tables: Collection[int]) -> Decision:
+    def decide(blocks: frozenset[str], layer: Layer, tables: Collection[int]) -> Decision:
         # All contexts look, because each says if it matched nothing.
         matching = [each for each in contexts if each.matches(layer)]
         if not matching:
             return Decision(None, "")
-        plan = dataclasses.replace(matching[0].plan, vocabulary=max(tables, default=None))
+        vocabulary = max(tables, default=None)
+        plan = dataclasses.replace(matching[0].plan, blocks=blocks, vocabulary=vocabulary)
         return plan.decide(layer)
-
-    reading = Reading(decide)
 
     def run(model: Any, variables: PyTree, rngs: Any, mutable: Any) -> tuple[Any, PyTree]:
         starts = module.is_initializing()
+        made = given = variables
         if starts:
-            _, variables = model.init_with_output(rngs, *args, method=method, **kwargs)
+            _, made = model.init_with_output(rngs, *args, method=method, **kwargs)
+            # Without what `init` added to other collections. A decoder that finds its cache there
+            # would take its example for a next token.
+            kept = ("params", COLLECTION, *variables)
+            given = {name: made[name] for name in made if name in kept}
         apply = functools.partial(
             model.apply, method=method, mutable=True if starts else mutable or ()
         )
+        reading = Reading(functools.partial(decide, _blocks_of(given)))
         y, changed = read_apply(
-            reading, apply, variables, rngs, args, kwargs, True, makes_states=starts
+            reading, apply, given, rngs, args, kwargs, True, makes_states=starts
         )
         if not starts:
             return y, {name: changed[name] for name in changed if in_filter(mutable, name)}
         states = {COLLECTION: changed[COLLECTION]} if COLLECTION in changed else {}
-        return y, {**variables, **states}
+        return y, {**made, **states}
 
     token = _contexts.set(())
     try:
         return run_in_scope(module, run)
     finally:
         _contexts.reset(token)
+
+
+def _blocks_of(variables: PyTree) -> frozenset[str]:
+    """The paths of the blocks of a model. What is in one is no head, as in `fp8.convert`."""
+    layers = {path.rpartition("/")[0] for path in parameters_of(variables).values()}
+    modules = {each[:end] for each in layers for end in (*_slashes(each), len(each))}
+    return frozenset(block for stack in stacks_of(modules, layers) for block in stack)
+
+
+def _slashes(path: str) -> list[int]:
+    return [place for place, letter in enumerate(path) if letter == "/"]
 
 
 def _method_of(module: nn.Module, function: Any) -> Callable[..., Any] | None:

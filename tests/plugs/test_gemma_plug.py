@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from messages import Message, check
 from same_bits import assert_same_bits
@@ -136,6 +137,54 @@ def test_paths_that_match_nothing():
             model.init(jax.random.key(0), jnp.ones((4, 64)))
     with interceptor(fp8.recipes.delayed(), paths="layer"):
         pass  # nothing ran
+
+
+class Decoder(nn.Module):
+    """As flax's example lm1b: with `decode` it takes one token a call, and has a cache."""
+
+    decode: bool
+
+    @nn.compact
+    def __call__(self, tokens):
+        mask = None if self.decode else nn.make_causal_mask(tokens)
+        x = nn.Embed(128, 128, name="embed")(tokens)
+        for i in range(2):
+            x = x + nn.MultiHeadAttention(4, decode=self.decode, name=f"block_{i}")(x, mask=mask)
+        return nn.Dense(128, name="head")(x)
+
+
+@pytest.mark.parametrize("name", ["delayed", "rowwise"])
+def test_decodes_with_a_cache_as_without(name):
+    """With scales that do not depend on the number of tokens, a token has the same FP8 values."""
+    tokens = jax.random.randint(jax.random.key(0), (2, 8), 0, 128)
+    with interceptor(getattr(fp8.recipes, name)()):
+        variables = Decoder(decode=False).init(jax.random.key(1), tokens)
+        cache = Decoder(decode=True).init(jax.random.key(1), tokens)["cache"]
+        assert cache["block_0"]["cache_index"] == 0
+        if name == "delayed":  # scales of these tokens, which a step of training leaves
+            loss = lambda params, state: (
+                Decoder(decode=False).apply({"params": params, COLLECTION: state}, tokens).sum()
+            )
+            grad = fp8.value_and_grad(loss)
+            _, _, variables[COLLECTION] = grad(variables["params"], variables[COLLECTION])
+        whole = Decoder(decode=False).apply(variables, tokens)
+        for i in range(8):
+            y, changed = Decoder(decode=True).apply(
+                {**variables, "cache": cache}, tokens[:, i : i + 1], mutable="cache"
+            )
+            cache = changed["cache"]
+            np.testing.assert_allclose(y[:, 0], whole[:, i], atol=1e-4)
+    plain = Decoder(decode=False).apply({"params": variables["params"]}, tokens)
+    assert jnp.abs(plain - whole).max() > 1e-2
+
+
+def test_a_layer_of_a_block_is_no_head():
+    """The sizes of attention are that of the vocabulary, and "out" may be the name of a head."""
+    tokens = jnp.ones((2, 8), jnp.int32)
+    with interceptor(fp8.recipes.delayed()):
+        variables = jax.eval_shape(Decoder(decode=False).init, jax.random.key(1), tokens)
+    assert sorted(variables[COLLECTION]) == ["block_0", "block_1"]
+    assert len(variables[COLLECTION]["block_0"]) == 4
 
 
 def test_a_cached_layer_counts_as_matched():
