@@ -37,9 +37,10 @@ CLIENT = Client(
     environment={"TFDS_DATA_DIR": "{checkout}/tfds", "TF_CPP_MIN_LOG_LEVEL": "3"},
     loss=r"Loss: ([\d.]+)",
     losses=6,
-    program="jit_.*train_step.*",
+    program="jit_.*",
     rows=(
-        *rows("nnx transforms", ("bfloat16", "qwix", *RECIPES), arguments=NNX),
+        *rows("nnx transforms", ("bfloat16", *RECIPES), arguments=NNX),
+        *rows("nnx transforms", ("qwix",), arguments=NNX, refuses="ShardingTypeError"),
         *rows("jax transforms", ("bfloat16", "current", "blockwise")),
         *rows("jax transforms", ("delayed",), refuses="FP8StateError"),
         *rows(
