@@ -69,6 +69,8 @@ class Client:
         "{scratch}" a new folder for each row. Arguments of rows may have them, too.
       environment: variables for each run.
       loss: a regular expression whose group 1 is the loss of a step, in the output.
+      loss_file: a file that the command writes, which has more digits than its output. Its losses
+        are read. None: those of the output.
       losses: how many losses each row prints.
       program: a regular expression for the name of the XLA module of the train step.
       rows: what is run.
@@ -85,6 +87,7 @@ class Client:
     command: tuple[str, ...]
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     loss: str
+    loss_file: str | None = None
     losses: int
     program: str
     rows: tuple[Row, ...]

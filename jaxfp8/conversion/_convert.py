@@ -83,9 +83,9 @@ def convert(
         leaves the layers in high precision.
       keep: kinds of layers that stay in high precision unless a rule matches them. "router": the
         router of experts. "lm_head": the output head, by its name or by the size of the
-        vocabulary. "lookup": `one_hot(ids) @ table`. "slow": layers that are estimated to be
-        slower in FP8; see `fp8.plan.skip_slow`. It needs `inputs`, and `kernels=` with a chip.
-        Default: all of them.
+        vocabulary. "lookup": `one_hot(ids) @ table`. "adapter": adapters of low rank, by their
+        names (LoRA). "slow": layers that are estimated to be slower in FP8; see
+        `fp8.plan.skip_slow`. It needs `inputs`, and `kernels=` with a chip. Default: all of them.
       keep_first: the number of blocks at the start of each stack that stay in high precision.
         Blocks are modules whose names differ in a number: block_0, block_1.
       keep_last: the same at the end of each stack.

@@ -30,7 +30,12 @@ from jaxfp8.conversion._rule import (
 from jaxfp8.jaxprs._flops import flops_of, layer_scope
 from jaxfp8.jaxprs._weights import CONVOLUTION
 from jaxfp8.matmul._options import KeepsFP8
-from jaxfp8.nnx._dot_general import AbstractFP8Matmul, FP8DotGeneral, FP8EinsumOp
+from jaxfp8.nnx._dot_general import (
+    AbstractFP8Matmul,
+    FP8DotGeneral,
+    FP8EinsumOp,
+    is_watched_by_qwix,
+)
 from jaxfp8.nnx._layers import FP8Einsum, FP8Linear, FP8LinearGeneral
 from jaxfp8.nnx._moe import ExpertKernels, FP8GroupedLinear, FP8MoE
 from jaxfp8.nnx._state import FP8State
@@ -121,8 +126,19 @@ _KNOWN: dict[type, _Known] = {
 
 
 def _known_of(module: nnx.Module, foreign: Foreign) -> _Known | None:
-    """How to convert a module, if it is a layer of a known type."""
-    if (compute := compute_of(foreign, type(module))) is not None:
+    """How to convert a module, if it is a layer of a known type.
+
+    None for a layer of a model of qwix. It computes more than the layer: all of it is read.
+    """
+    compute = compute_of(foreign, type(module))
+    if is_watched_by_qwix(module):
+        if compute is not None:
+            raise ValueError(
+                f"layers= has {type(module).__name__}, but qwix computes more for such a layer "
+                "than its own code. Leave layers= out: its matmuls are read."
+            )
+        return None
+    if compute is not None:
         return _Known(FP8EinsumOp, _EINSUM, jnp.einsum, None, _computed(type(module), compute))
     known = next((known for kind, known in _KNOWN.items() if isinstance(module, kind)), None)
     if isinstance(module, nnx.Embed) and known is not None:

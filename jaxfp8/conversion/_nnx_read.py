@@ -15,14 +15,14 @@ from flax import nnx
 
 from jaxfp8._typing import Array, FP8StateError
 from jaxfp8.conversion._plan import Decision, Plan
-from jaxfp8.conversion._read import Extra, Reading, read_and_run
+from jaxfp8.conversion._read import Extra, Reading, read_and_run, stands_for
 from jaxfp8.conversion._rule import Layer
 from jaxfp8.jaxprs._flops import layer_scope
-from jaxfp8.nnx._dot_general import FP8DotGeneral
+from jaxfp8.nnx._dot_general import AFTER_QWIX, FP8DotGeneral, is_watched_by_qwix
 from jaxfp8.nnx._state import FP8State
 from jaxfp8.state._init import unset_state
-
-_MATMULS = "fp8_matmuls"
+from jaxfp8.state._state import OF_READ_MATMULS
+from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
 
 
 @functools.cache  # one class for equal plans, so that functions compiled for a model are found
@@ -31,6 +31,11 @@ def read_class(kind: type, plan: Plan) -> type:
 
     @functools.wraps(kind.__call__)
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(model) is not converted and is_watched_by_qwix(model):
+            raise TypeError(
+                f"qwix was applied to a {kind.__name__} that fp8.convert made. It would see only "
+                f"some matmuls, so layers would get no adapter. {AFTER_QWIX}"
+            )
         return _call(kind.__call__, plan, model, args, kwargs)
 
     def reduce(model: Any, protocol: Any) -> Any:
@@ -41,7 +46,8 @@ def read_class(kind: type, plan: Plan) -> type:
     members = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     members |= {"fp8_plan": plan, "__reduce_ex__": reduce}
     is_pytree = getattr(kind, "_pytree__is_pytree", True)
-    return type(kind.__name__, (kind,), members, pytree=is_pytree)
+    converted = type(kind.__name__, (kind,), members, pytree=is_pytree)
+    return converted
 
 
 def _empty(kind: type, plan: Plan) -> Any:
@@ -64,7 +70,7 @@ def give_matmuls(model: Any, plan: Plan, rngs: Any) -> None:
     # nnx would note an attribute "__class__" in the graph of the model.
     object.__setattr__(model, "__class__", read_class(kind, plan))
     if matmuls:
-        setattr(model, _MATMULS, nnx.Dict(matmuls))
+        setattr(model, OF_READ_MATMULS, nnx.Dict(matmuls))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,17 +115,23 @@ def _call(
         attributes[:] = _changed_attributes(copies, nodes)
         return out, [_value_of(variable) for variable in changed.values()]
 
-    values = [_value_of(variable) for variable in before.values()]
     parameters: dict[int, str] = {}
-    number = 0
-    for (path, variable), value in zip(before.items(), values, strict=True):
+    held: dict[int, QuantizedWeight] = {}
+    values, number = [], 0
+    read = {path.partition("#")[0] for path, _ in plan.reads}
+    for path, variable in before.items():
+        value = _value_of(variable)
+        if is_weight(value) and path[0] == 0 and parameter_path(path[1:], ()) in read:
+            held[number] = value
+            value = stands_for(value)
+        values.append(value)
         for keys, _ in jax.tree_util.tree_leaves_with_path(value):
             if isinstance(variable, nnx.Param) and path[0] == 0:
                 parameters[number] = parameter_path(path[1:], keys)
             number += 1
     plain = [None if place in places else leaf for place, leaf in enumerate(leaves)]
-    extra_of = functools.partial(_extra_of, getattr(model, _MATMULS, {}))
-    out, new = read_and_run(run, (values, plain), parameters, Reading.of(plan), extra_of)
+    extra_of = functools.partial(_extra_of, getattr(model, OF_READ_MATMULS, {}))
+    out, new = read_and_run(run, (values, plain), parameters, Reading.of(plan), extra_of, held)
     modules = dict(nnx.iter_graph(nodes))
     updates = {path: _with_value(changed[path], y) for path, y in zip(changed, new, strict=True)}
     for path, variable in updates.items():

@@ -52,7 +52,7 @@ def _is_inside(path: str, block: str) -> bool:
 ANY_USE = "?"
 """After "#", in the path of a row: one of several uses of a weight, and nothing tells which."""
 
-Kept: TypeAlias = Literal["router", "lm_head", "lookup", "slow"]
+Kept: TypeAlias = Literal["router", "lm_head", "lookup", "adapter", "slow"]
 """Kinds of layers that stay in high precision unless a rule names them."""
 
 KEPT: tuple[Kept, ...] = get_args(Kept)
@@ -63,6 +63,9 @@ _ROUTER = re.compile(r"(?i).*router.*")
 # "gate" names routers (Mixtral, DeepSeek) and also the gate of a gated MLP. A router is narrow.
 _GATE = re.compile(r"(?i)gate|switch|w?gate_logits|.*gating.*")
 _NARROW = 8
+# Adapters of low rank beside frozen weights. Their matmuls are a small part of a step, and they are
+# all that is trained. flax names them `lora_a`, qwix `kernel_lora_a`.
+_ADAPTER = re.compile(r"(?i)lora|(.*_)?lora_?(a|b|down|up)")
 # DeepSeek-V3 keeps the output head in high precision. torchao's and torchtitan's examples filter
 # "output", TransformerEngine's examples leave it out.
 _LM_HEAD = re.compile(
@@ -178,6 +181,8 @@ class Plan:
             return "router"
         if "lookup" in self.keep and layer.lookup:
             return "lookup"
+        if "adapter" in self.keep and _is_adapter(layer):
+            return "adapter"
         if "lm_head" in self.keep and self._is_head(layer):
             return "lm_head"
         return self._slow(layer) if "slow" in self.keep else ""
@@ -206,6 +211,12 @@ def _is_router(layer: Layer) -> bool:
     else:
         parts = layer.path.split("/")[-2:]
     return any(map(_ROUTER.fullmatch, parts)) or (narrow and any(map(_GATE.fullmatch, layer.names)))
+
+
+def _is_adapter(layer: Layer) -> bool:
+    """Whether parameters of adapters alone make the weight. A sum with a frozen weight is none."""
+    paths = layer.parameters or (layer.path,)
+    return all(any(map(_ADAPTER.fullmatch, path.split("/")[-2:])) for path in paths)
 
 
 def _holds(block: str, layer: Layer) -> bool:

@@ -6,6 +6,7 @@ program runs with FP8 matmuls in their places. So no code of the model is change
 """
 
 import dataclasses
+import types
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import source_info_util
 
 from jaxfp8._typing import Array, FP8StateError
 from jaxfp8.conversion._plan import ANY_USE, Decision, Plan
@@ -24,6 +26,7 @@ from jaxfp8.jaxprs._weights import WeightMatmul, Weights, weights_of
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._ragged_dot import ragged_dot
 from jaxfp8.state._state import MatmulState
+from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
 
 # The rows of such matmuls.
 
@@ -202,12 +205,16 @@ def read_and_run(
     parameters: Mapping[int, str],
     reading: Reading,
     extra_of: ExtraOf,
+    held: Mapping[int, QuantizedWeight] = types.MappingProxyType({}),
 ) -> Any:
     """`function(*args)` with the matmuls of its own code as `reading` says.
 
     `parameters` has the paths of leaves of `args` that are parameters, by the number of the leaf.
+    `held` has those that are in FP8. Leaves of `args` stand for them; see `stands_for`.
     """
     traced = Traced(function, *args)
+    arrays = [held.get(i, leaf) for i, leaf in enumerate(traced.leaves) if is_array(leaf)]
+    traced.arrays = arrays
     numbers, paths = number_parameters(traced.leaves, parameters)
     weights = weights_of(traced.program, numbers)
     extras: dict[Any, Extra] = {}
@@ -232,7 +239,31 @@ def read_and_run(
             error.add_note(f"fp8.convert: in the matmul of {layer.path!r}.")
             raise
 
-    return run(traced, extras, replace)
+    return run(traced, extras, replace, _check_held)
+
+
+def stands_for(weight: QuantizedWeight) -> Any:
+    """The type of array that a model is traced with in the place of a weight in FP8."""
+    values: Any = jax.typeof(weight.values[0])
+    return values.update(dtype=jnp.dtype(weight.dtype))
+
+
+def _check_held(eqn: Any, operands: list[Any]) -> None:
+    """Raise TypeError if code of the model uses a weight in FP8 for anything but its matmul."""
+    weight = next(filter(is_weight, operands), None)
+    if weight is None:
+        return
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+        to = eqn.params["new_dtype"]
+        cure = f"Quantize it for that dtype: fp8.quantize_params(..., dtype=jnp.{to})."
+    else:
+        cure = "Leave it out of fp8.quantize_params by a rule: (path, None)."
+    raise TypeError(
+        f"code of the model takes {weight} into {name!r} at "
+        f"{source_info_util.summarize(eqn.source_info)}. Its FP8 values can only be multiplied, by "
+        f"the matmul of their row, with the axes that the parameter has. {cure}"
+    )
 
 
 def number_parameters(

@@ -57,15 +57,25 @@ class Traced:
 Replace: TypeAlias = Callable[[Place, Any, list[Any], Any], Any]
 """`replace(place, eqn, operands, extra)`: the result of an equation that is computed otherwise."""
 
+Check: TypeAlias = Callable[[Any, list[Any]], None]
+"""`check(eqn, operands)`: raises an error if an equation cannot be computed as it was."""
 
-def run(traced: Traced, extras: Mapping[Place, Any], replace: Replace) -> Any:
+
+def _no_check(eqn: Any, operands: list[Any]) -> None:
+    del eqn, operands
+
+
+def run(
+    traced: Traced, extras: Mapping[Place, Any], replace: Replace, check: Check = _no_check
+) -> Any:
     """The result of a traced call, with `replace` for the equations at some places.
 
     `extras` has a place for each of them, with a tree of arrays that its equation needs. Around
-    an equation in scans they have leading axes, one for each scan, the outermost first.
+    an equation in scans they have leading axes, one for each scan, the outermost first. An array of
+    `traced` may be a tree, if all equations that take it are replaced. `check` sees all others.
     """
     inside = frozenset(place[:end] for place in extras for end in range(1, len(place) + 1))
-    run = _Run(inside, replace)
+    run = _Run(inside, replace, check)
     program = traced.program
     return traced.result(run.program(program, traced.arrays, dict(extras), ()))
 
@@ -73,8 +83,8 @@ def run(traced: Traced, extras: Mapping[Place, Any], replace: Replace) -> Any:
 class _Run:
     """A run of a program. `inside` has the places at which, or in which, something is replaced."""
 
-    def __init__(self, inside: frozenset[Place], replace: Replace) -> None:
-        self._inside, self._replace = inside, replace
+    def __init__(self, inside: frozenset[Place], replace: Replace, check: Check) -> None:
+        self._inside, self._replace, self._check = inside, replace, check
 
     def program(
         self, program: Any, args: Sequence[Any], extras: dict[Place, Any], place: Place
@@ -102,6 +112,7 @@ class _Run:
                     own = {key: extra for key, extra in extras.items() if key[: len(here)] == here}
                     outs = _REBUILD[eqn.primitive.name](self, eqn, values, own, here)
                 else:
+                    self._check(eqn, values)
                     found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
                     outs = found if eqn.primitive.multiple_results else [found]
             known.update(zip(eqn.outvars, outs, strict=True))

@@ -34,6 +34,21 @@ If this stream is missing, `nnx.Rngs` gives its default stream.
 """
 
 
+def is_watched_by_qwix(module: Any) -> bool:
+    """Whether qwix computes something for the matmul of a module: adapters, or its own FP8.
+
+    qwix replaces `jax.lax.dot_general` and `jnp.einsum` while its model runs. It notes a path in
+    each module of the model, by which it knows whose matmul it sees.
+    """
+    return hasattr(module, "qwix_path")
+
+
+AFTER_QWIX = (
+    "Apply qwix to the model without FP8, then convert: model = qwix.apply_lora_to_model(model, "
+    "...); model, coverage = fp8.convert(model, recipe, inputs=...)."
+)
+
+
 class AbstractFP8Matmul(nnx.Module):
     """A module that an nnx layer calls for its matmul. It holds a recipe and the matmul's state.
 
@@ -95,7 +110,16 @@ class AbstractFP8Matmul(nnx.Module):
         self.deterministic = False
 
     def matmul_options(self, **given: Unpack[MatmulOptions]) -> MatmulOptions:
-        """The options of the matmul at this call, with those that the call is given."""
+        """The options of the matmul at this call, with those that the call is given.
+
+        TypeError if qwix was applied to a model with this object. It sees no matmul of a kernel
+        here, so adapters would be missing.
+        """
+        if is_watched_by_qwix(self):
+            raise TypeError(
+                f"qwix was applied to a model with this {type(self).__name__}, whose matmul it "
+                f"cannot see. So the layer would get no adapter. {AFTER_QWIX}"
+            )
         options: MatmulOptions = {**options_of(self), **given}
         options["name"] = self.name
         if self.keys is not None and not self.deterministic:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import traceback
 from typing import Any
 
 from jaxfp8._call import check_options
@@ -43,6 +44,20 @@ class Policy:
     def options(self) -> Any:
         """The options, for `**`."""
         return dict(self.pairs)
+
+    @property
+    def passes_state_as_gradient(self) -> bool:
+        """Whether a step may have one backward pass only, because the state is a gradient."""
+        return bool(self.recipe.rows) and self.options.get("state_channel") == "gradient"
+
+
+def is_called_by(module: str) -> bool:
+    """Whether code of this module is on Python's stack, while a loss is traced.
+
+    Loops over microbatches cannot be seen in another way.
+    """
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    return any(frame.f_globals.get("__name__") == module for frame in frames)
 
 
 # The import of a framework by its plug.

@@ -1,7 +1,8 @@
 """FP8 for axlearn: the child layer that its dense layers call for their einsum.
 
 axlearn keeps quantizer state in parameters. Its learner overwrites them with their gradients, if
-`OverrideInplaceUpdateTransformation` has a rule for them.
+`OverrideInplaceUpdateTransformation` has a rule for them. `train_dtype` and `eval_dtype` cast all
+parameters, so states are kept as bytes (`_state_bytes.py`).
 """
 
 import dataclasses
@@ -11,10 +12,11 @@ from typing import Any, Unpack
 
 import jax.numpy as jnp
 
-from jaxfp8._typing import Array
+from jaxfp8._typing import Array, FP8StateError
 from jaxfp8.matmul._options import LayerOptions
 from jaxfp8.ops._einsum import einsum
-from jaxfp8.plugs._policy import Policy, import_guest
+from jaxfp8.plugs._policy import Policy, import_guest, is_called_by
+from jaxfp8.plugs._state_bytes import StateBytes, from_bytes
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._init import init_state
 from jaxfp8.state._state import LEAVES, MatmulState
@@ -36,6 +38,7 @@ def quantized_einsum_config(recipe: Recipe, **options: Unpack[LayerOptions]) -> 
       A config, for `set_quantized_dot_general_recursively`.
 
     Raises:
+      FP8StateError: when the layer is called in `with_minibatch_steps`, if the recipe has state.
       ImportError: if axlearn is not installed.
       TypeError: if `recipe` is not a Recipe, or if an option is unknown.
       ValueError: if the recipe needs keys.
@@ -85,6 +88,7 @@ def _layer() -> Any:
             self, subscripts: str, *, activation: Array, kernel: Array
         ) -> Array:
             policy: Policy = self.config.policy
+            check_one_backward_pass(policy)
             state = state_from_variables(policy.recipe, lambda name: self.parameters[name])
             return einsum(
                 subscripts, activation, kernel, recipe=policy.recipe, state=state,
@@ -94,21 +98,35 @@ def _layer() -> Any:
     return FP8Einsum
 
 
+def check_one_backward_pass(policy: Policy) -> None:
+    """Raise FP8StateError in axlearn's loop over minibatches, which averages states."""
+    if policy.passes_state_as_gradient and is_called_by("axlearn.common.gradient_accumulation"):
+        raise FP8StateError(
+            f"with_minibatch_steps accumulates gradients, but recipe {policy.recipe.name!r} has "
+            "quantizer state, and axlearn would average the states of minibatches. Leave "
+            "forward_fn_transformation of the learner unset, or take a recipe without state, "
+            "such as fp8.recipes.current()."
+        )
+
+
 def leaf_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
-    """The shape of each array of a state, by the name of its variable. All are float32.
+    """The shape of each array of a state in bytes, by the name of its variable. All are float32.
 
     An array begins as zeros: a state that is 0 everywhere is unset.
     """
     state = init_state(recipe)
     if not isinstance(state, MatmulState):
         return {}
-    return {PREFIX + name: jnp.shape(getattr(state, name)) for name in LEAVES}
+    return {PREFIX + name: (*jnp.shape(getattr(state, name)), 4) for name in LEAVES}
 
 
 def state_from_variables(recipe: Recipe, variable: Callable[[str], Array]) -> Any:
-    """The state whose arrays are variables, which `variable` returns by name. () without state."""
+    """The state whose bytes are variables, which `variable` returns by name. () without state.
+
+    Variables may be cast, and their cotangents have the bytes of the next state.
+    """
     state = init_state(recipe)
     if not isinstance(state, MatmulState):
         return ()
     leaves: dict[str, Any] = {name: variable(PREFIX + name) for name in LEAVES}
-    return dataclasses.replace(state, **leaves)
+    return from_bytes(StateBytes(dataclasses.replace(state, **leaves)))

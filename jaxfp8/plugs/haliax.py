@@ -8,14 +8,11 @@ model, so it is differentiated with it. haliax's `partition_for_grad_overwrite` 
 import dataclasses
 import functools
 import re
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from jaxfp8._call import check_options
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, FP8StateError
@@ -23,9 +20,9 @@ from jaxfp8.matmul._options import LayerOptions, UnshardedOptions
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._ragged_dot import ragged_dot
 from jaxfp8.plan._roofline import check_groups
-from jaxfp8.plugs._policy import Policy, import_guest
+from jaxfp8.plugs._policy import Policy, import_guest, is_called_by
+from jaxfp8.plugs._state_bytes import StateBytes, from_bytes, split
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.state._gradient_channel import Use, check_one_use
 from jaxfp8.state._init import init_state, unset_state
 from jaxfp8.state._state import MatmulState
 
@@ -109,17 +106,18 @@ def quantize_linear_layers(
     targets: str | Sequence[str] | None = None,
     **options: Unpack[LayerOptions],
 ) -> T:
-    """A model whose `haliax.nn.Linear` layers multiply in FP8.
+    """A model whose `Linear` and `MoELinear` layers of haliax multiply in FP8.
 
-    Layers inside of `Stacked` get a state for each block.
+    Layers inside of `Stacked` get a state for each block. A `MoELinear`, the matrices of experts,
+    gets a state for each expert, too.
 
     Args:
       tree: a model of haliax or levanter.
       recipe: which quantizer for which operand.
       targets: which layers. A string is a regular expression for the whole path
         ("transformer.layers.stacked.mlp.up_proj"). A sequence has the last names of paths. None:
-        all layers.
-      **options: see `dot_general_op`.
+        all layers but routers, which are `Linear` layers to the experts.
+      **options: see `dot_general_op`. `MoELinear` takes those of `ragged_dot_op` only.
 
     Returns:
       A model that shares all arrays with `tree`.
@@ -127,7 +125,7 @@ def quantize_linear_layers(
     Raises:
       ImportError: if haliax is not installed.
       TypeError, ValueError: see `dot_general_op`.
-      ValueError: if no layer matches.
+      ValueError: if no layer matches, or if a `MoELinear` has `use_gmm`.
 
     Example:
       .. code-block:: python
@@ -143,11 +141,17 @@ def quantize_linear_layers(
     tree_at = import_guest("equinox", "equinox").tree_at
     make = functools.partial(dot_general_op, recipe, **options)
     make()  # raises the errors of bad arguments
+    layers = (nn.Linear, nn.MoELinear)
+    experts = {
+        module.Experts
+        for module in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nn.MoELinear))
+        if isinstance(module, nn.MoELinear)
+    }
     seen: list[str] = []
     changed = 0
 
     def special(module: object) -> bool:
-        return isinstance(module, nn.Linear | nn.Stacked)
+        return isinstance(module, (*layers, nn.Stacked))
 
     def replace(prefix: str, blocks: tuple[Any, ...], path: Any, module: Any) -> Any:
         nonlocal changed
@@ -160,15 +164,20 @@ def quantize_linear_layers(
             )
             inner = jax.tree_util.tree_map_with_path(within, module.stacked, is_leaf=special)
             return tree_at(lambda stacked: stacked.stacked, module, inner)
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, layers):
             return module
         seen.append(name)
-        if not _matches(name, targets):
+        router = isinstance(module, nn.Linear) and module.Out in experts
+        if not _matches(name, targets) or (router and targets is None):
             return module
         changed += 1
         op: Callable[[], Any] = make
+        if isinstance(module, nn.MoELinear):
+            op = functools.partial(_op_of_experts, name, module, recipe, options)
         for block in reversed(blocks):
             op = haliax.vmap(op, block)
+        if isinstance(module, nn.MoELinear):
+            return _experts_with(module, op())
         return tree_at(lambda linear: linear.dot_general, module, op())
 
     tree = jax.tree_util.tree_map_with_path(
@@ -176,9 +185,29 @@ def quantize_linear_layers(
     )
     if not changed:
         raise ValueError(
-            f"targets={targets!r} matches no haliax.nn.Linear of the model. Its layers are {seen}."
+            f"targets={targets!r} matches no Linear or MoELinear of haliax in the model. Its "
+            f"layers are {seen}."
         )
     return tree
+
+
+def _op_of_experts(name: str, module: Any, recipe: Recipe, options: LayerOptions) -> Any:
+    """The operation of a `MoELinear`, with a state for each expert."""
+    if module.use_gmm:
+        raise ValueError(
+            f"{name} is a MoELinear with use_gmm=True, which sorts and multiplies the tokens of "
+            "each device by themselves. FP8 runs with use_gmm=False only. Set that, or leave the "
+            "layer out of targets=."
+        )
+    groups = import_guest("haliax", "haliax").axis_size(module.Experts)
+    given: Any = options
+    return ragged_dot_op(recipe, groups=groups, **given)
+
+
+def _experts_with(module: Any, op: Any) -> Any:
+    """The layer of experts `module` that multiplies by `op`."""
+    fields = {field.name: getattr(module, field.name) for field in dataclasses.fields(module)}
+    return _layer_of_experts()(**fields | {"op": op})
 
 
 def _matches(name: str, targets: str | Sequence[str] | None) -> bool:
@@ -196,19 +225,15 @@ def _held(state: Any, policy: Policy) -> Any:
     `fp8.value_and_grad` collects only a `MatmulState`.
     """
     in_bytes = isinstance(state, MatmulState) and policy.options["state_channel"] == "gradient"
-    return _StateBytes(_split(state)) if in_bytes else state
+    return StateBytes(split(state)) if in_bytes else state
 
 
 def _check_one_backward_pass(policy: Policy) -> None:
     """Raise FP8StateError inside of levanter's loop over microbatches, if the recipe has state.
 
-    That loop keeps the state of the last microbatch only, and divides it by their number. Its
-    name is on Python's stack while the loss is traced; nothing else tells.
+    That loop keeps the state of the last microbatch only, and divides it by their number.
     """
-    if not (policy.recipe.rows and policy.options["state_channel"] == "gradient"):
-        return
-    frames = (frame for frame, _ in traceback.walk_stack(None))
-    if any(frame.f_globals.get("__name__") == "levanter.grad_accum" for frame in frames):
+    if policy.passes_state_as_gradient and is_called_by("levanter.grad_accum"):
         raise FP8StateError(
             f"levanter splits the batch into microbatches, but recipe {policy.recipe.name!r} "
             "has quantizer state, and levanter would divide the state of the last microbatch "
@@ -233,7 +258,7 @@ def _operations() -> tuple[type, type]:
         @property
         def state(self) -> Any:
             """The `MatmulState` of the matmul; () if the recipe has none."""
-            return _from_bytes(self.held)
+            return from_bytes(self.held)
 
         def to_state_dict(self, prefix: str | None = None) -> dict[str, Any]:
             """Nothing: files of weights (torch, Hugging Face) have no quantizer state."""
@@ -273,79 +298,20 @@ def _operations() -> tuple[type, type]:
     return FP8DotGeneralOp, FP8RaggedDotOp
 
 
-# A state as bytes, because levanter casts a whole model to a shorter dtype, its state too.
-#
-# A cast to bfloat16 would round scales and amaxes, and fingerprints would not fit. So each float32
-# is kept as its four bytes: four floats from 0 to 255. bfloat16 and float16 hold these numbers
-# exactly.
-#
-# An average of models (EMA) also averages these bytes, and bytes that are no whole numbers have no
-# meaning. Such a state counts as unset: each tensor is quantized with its current amax.
+@functools.cache
+def _layer_of_experts() -> type:
+    """The `MoELinear` with an operation. haliax's own calls `jax.lax.ragged_dot_general`."""
+    haliax, nn = import_guest("haliax", "haliax"), import_guest("haliax.nn", "haliax")
 
-_ROUNDING = 2.0**-10
-"""Above the error of a mean over devices of equal bytes, in float32."""
+    class FP8MoELinear(nn.MoELinear):  # type: ignore[name-defined]
+        op: Any
 
+        def __call__(self, inputs: Any, group_sizes: Any, *, key: Any = None) -> Any:
+            del key
+            rows = inputs.rearrange((..., self.In))
+            weight = self.weight.rearrange((self.Experts, self.In, self.Out))
+            y = self.op(rows.array, weight.array, group_sizes.array)
+            result = haliax.named(y, (*rows.axes[:-1], self.Out))
+            return haliax.auto_sharded(result if self.bias is None else result + self.bias)
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _StateBytes:
-    """The state of one matmul, whose arrays survive a cast.
-
-    Attributes:
-      leaves: the state, with the bytes of its arrays, [..., 4] of any floating dtype.
-    """
-
-    leaves: MatmulState
-
-
-def _split(state: MatmulState) -> MatmulState:
-    """The four bytes of each value, as f32[..., 4]."""
-    return jax.tree.map(lambda x: lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.float32), state)
-
-
-def _from_bytes(held: Any) -> Any:
-    """The state of a `_StateBytes`, after any cast. Anything else is returned unchanged.
-
-    It is unset if `held` is an average of several states. If the cotangent of the state is the next
-    state, the cotangent of `held` has its bytes. FP8StateError while a gradient is traced, if the
-    state has been used before.
-    """
-    if not isinstance(held, _StateBytes):
-        return held
-    # `dot_general` sees another array in each call, so it cannot find a second use of the state.
-    use = Use.of(held.leaves.scale)
-    return _joined(use, jax.tree.map(lambda x: x.astype(jnp.float32), held.leaves))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _joined(use: Use, leaves: MatmulState) -> MatmulState:
-    del use
-    # A state of zeros is unset.
-    whole = jnp.all(jnp.stack([_is_whole(leaf) for leaf in jax.tree.leaves(leaves)]))
-    return jax.tree.map(lambda x: jnp.where(whole, _float(x), np.float32(0)), leaves)
-
-
-def _forward_rule(use: Use, leaves: MatmulState) -> tuple[MatmulState, None]:
-    check_one_use(use)
-    return _joined(use, leaves), None
-
-
-def _backward_rule(use: Use, _: None, new: MatmulState) -> tuple[MatmulState]:
-    del use
-    return (_split(new),)
-
-
-_joined.defvjp(_forward_rule, _backward_rule)
-
-
-def _is_whole(leaf: Array) -> Array:
-    return jnp.all(abs(leaf - jnp.round(leaf)) < _ROUNDING)
-
-
-def _float(leaf: Array) -> Array:
-    """The values f32[...] of bytes f32[..., 4].
-
-    A sum of bytes may be above 255. Clipped, its fingerprint does not fit (`state/_identity.py`).
-    """
-    whole = jnp.clip(jnp.round(leaf), 0, 255).astype(jnp.uint8)
-    return lax.bitcast_convert_type(whole, jnp.float32)
+    return FP8MoELinear

@@ -80,6 +80,13 @@ class MatmulState:
         return f"MatmulState of {names}{which}: {', '.join(leaves)}"
 
 
+# Names of the states of matmuls that code of a converted model computes with its parameters.
+
+OF_PARAMETER = "fp8_of_"
+"""In linen, before the name of the parameter. The state is a sibling of the parameter."""
+OF_READ_MATMULS = "fp8_matmuls"
+"""In nnx, the attribute of the model that holds them, by the path of the parameter."""
+
 LEAVES = ("scale", "amax_history", "nonfinite_steps", "fingerprint")
 """The arrays of a state between steps. A checkpoint saves these."""
 

@@ -126,6 +126,60 @@ def test_experts_have_the_bits_of_ragged_dot(name, groups):
             assert_same_bits(new.state.scale, state.scale)
 
 
+EXPERTS, TOKENS = hax.Axis("experts", 3), hax.Axis("tokens", 14)
+
+
+class Mixture(eqx.Module):
+    gate: hnn.Linear
+    up: hnn.MoELinear
+
+    @staticmethod
+    def init(*, key, **options):
+        up = hnn.MoELinear.init(EXPERTS, IN, OUT, key=key, use_bias=False, **options)
+        return Mixture(hnn.Linear.init(IN, EXPERTS, key=key), up)
+
+
+@pytest.mark.parametrize("out_first", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_experts_of_a_model_have_the_bits_of_ragged_dot(name, out_first):
+    recipe, sizes = fp8.recipes.get(name), jax.numpy.array([5, 0, 9])
+    x = hax.random.normal(jax.random.key(1), (TOKENS, IN))
+    plain = Mixture.init(key=jax.random.key(0), out_first=out_first)
+    layer = plug.quantize_linear_layers(plain, recipe).up
+    assert layer.weight.axes == plain.up.weight.axes
+    grouped = hax.named(sizes, EXPERTS)
+    run = eqx.filter_jit(eqx.filter_value_and_grad(lambda m: (m(x, grouped).array ** 2).sum()))
+
+    def loss_fn(w, state):
+        return (fp8.ragged_dot(x.array, w, sizes, recipe=recipe, state=state) ** 2).sum()
+
+    expected, state = jax.jit(fp8.value_and_grad(loss_fn)), layer.op.state
+    w = layer.weight.rearrange((EXPERTS, IN, OUT)).array
+    for _ in range(2):
+        loss, grads = run(layer)
+        same, dw, state = expected(w, state)
+        assert_same_bits((loss, grads.weight.rearrange((EXPERTS, IN, OUT)).array), (same, dw))
+        layer = eqx.tree_at(lambda m: m.op, layer, grads.op)
+        if recipe.rows:
+            assert layer.op.state.scale.shape[0] == EXPERTS.size
+            assert_same_bits(layer.op.state.scale, state.scale)
+
+
+def test_a_stack_of_experts_has_a_state_for_each():
+    key = jax.random.split(jax.random.key(0), 2)
+    model = hnn.Stacked.init(hax.Axis("layers", 2), Mixture)(key=key)
+    model = plug.quantize_linear_layers(model, fp8.recipes.delayed())
+    assert model.stacked.up.op.state.amax_history.shape[:2] == (2, EXPERTS.size)
+
+
+def test_routers_stay_unless_they_are_named():
+    model, recipe = Mixture.init(key=jax.random.key(0)), fp8.recipes.current()
+    assert not hasattr(plug.quantize_linear_layers(model, recipe).gate.dot_general, "policy")
+    named = plug.quantize_linear_layers(model, recipe, targets="gate")
+    assert hasattr(named.gate.dot_general, "policy")
+    assert not hasattr(named.up, "op")
+
+
 def test_targets():
     model = plug.quantize_linear_layers(stack(), fp8.recipes.current(), targets=["up"])
     assert hasattr(model.stacked.up.dot_general, "policy")
@@ -136,7 +190,14 @@ MESSAGES = {
     "no layer": Message(
         ValueError,
         lambda: plug.quantize_linear_layers(stack(), fp8.recipes.current(), targets="head"),
-        "targets='head'", "no haliax.nn.Linear", "stacked.up",
+        "targets='head'", "no Linear or MoELinear", "stacked.up",
+    ),
+    "gmm": Message(
+        ValueError,
+        lambda: plug.quantize_linear_layers(
+            Mixture.init(key=jax.random.key(0), use_gmm=True), fp8.recipes.current()
+        ),
+        "up is a MoELinear", "use_gmm=True", "use_gmm=False",
     ),
     "a recipe": Message(
         TypeError, lambda: plug.dot_general_op("current"), "'current'", "Recipe",

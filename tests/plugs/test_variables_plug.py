@@ -17,9 +17,9 @@ from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
 from jaxfp8.plugs import axlearn, equinox, haliax
-from jaxfp8.plugs._policy import import_guest
+from jaxfp8.plugs._policy import Policy, import_guest
+from jaxfp8.plugs._state_bytes import StateBytes, from_bytes, split
 from jaxfp8.plugs.axlearn import leaf_shapes, state_from_variables
-from jaxfp8.plugs.haliax import _from_bytes, _split, _StateBytes
 
 RECIPES = ("delayed", "current", "blockwise", "mxfp8")
 # A plug hands its recipe on: one with state, and one whose tiles span tokens, show that it does.
@@ -38,16 +38,23 @@ def reference(name, equation, x):
     )
 
 
+def amax_history(recipe, parameters):
+    return state_from_variables(recipe, parameters.__getitem__).amax_history
+
+
+@pytest.mark.parametrize("cast", [None, "bfloat16"])
 @pytest.mark.parametrize("name", FEW)
-def test_trains_as_the_op_does(name):
+def test_trains_as_the_op_does(name, cast):
+    """axlearn's `train_dtype` casts all parameters, states too."""
     recipe, x = fp8.recipes.get(name), jax.random.normal(jax.random.key(0), (2, 32, 128))
     w = jax.random.normal(jax.random.key(1), (128, 128))
     parameters = {n: jnp.zeros(shape, jnp.float32) for n, shape in leaf_shapes(recipe).items()}
 
     def loss_fn(parameters, x):
+        states = {n: leaf.astype(cast) if cast else leaf for n, leaf in parameters.items()}
         y = fp8.einsum(
             "...y,yz->...z", x, parameters["w"], recipe=recipe,
-            state=state_from_variables(recipe, parameters.__getitem__), state_channel="gradient",
+            state=state_from_variables(recipe, states.__getitem__), state_channel="gradient",
         )  # fmt: skip
         return jnp.mean(y**2)
 
@@ -60,7 +67,7 @@ def test_trains_as_the_op_does(name):
         w = w - 0.1 * grad
         parameters = {**new, "w": parameters["w"] - 0.1 * new["w"]}
         if recipe.rows:
-            assert_same_bits(new["fp8_amax_history"], state.amax_history)
+            assert_same_bits(amax_history(recipe, new), state.amax_history)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -87,7 +94,8 @@ def test_in_axlearn_itself(name):
     same, grad, state = reference(name, "...d,dh->...h", x)(parameters["weight"], state)
     assert_same_bits((loss, grads["weight"]), (same, grad))
     if state:
-        assert_same_bits(grads["quantized_dot_general"]["fp8_amax_history"], state.amax_history)
+        states = grads["quantized_dot_general"]
+        assert_same_bits(amax_history(fp8.recipes.get(name), states), state.amax_history)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -95,13 +103,13 @@ def test_the_bytes_of_a_state_survive_a_cast(dtype):
     state = fp8.init_state(fp8.recipes.delayed())
     values = np.float32([0, 2.0**-149, 1e-36, 1 / 3, 3.4e38, np.inf, np.nan, 1 + 2.0**-23])
     history = np.resize(values, state.amax_history.shape)
-    held = _StateBytes(_split(dataclasses.replace(state, amax_history=history)))
-    found = _from_bytes(jax.tree.map(lambda leaf: leaf.astype(dtype), held))
+    held = StateBytes(split(dataclasses.replace(state, amax_history=history)))
+    found = from_bytes(jax.tree.map(lambda leaf: leaf.astype(dtype), held))
     assert_same_bits(found.amax_history, history)
     assert_same_bits(found.fingerprint, state.fingerprint)
-    fresh = _StateBytes(_split(state))
+    fresh = StateBytes(split(state))
     mean = jax.tree.map(lambda old, new: (0.9 * old + 0.1 * new).astype(dtype), fresh, held)
-    assert not np.any(_from_bytes(mean).fingerprint)  # unset
+    assert not np.any(from_bytes(mean).fingerprint)  # unset
 
 
 @pytest.fixture
@@ -148,13 +156,26 @@ def test_haliax_s_files_of_weights_have_no_state(haliax_op):
     assert not np.any(used.from_state_dict({}, "mlp.dot_general").state.scale)
 
 
+ONES = np.ones((8, 8), np.float32)
+
+
 def twice(op, x):
     return jnp.sum(op(op(x, x, (((1,), (0,)), ((), ()))), x, (((1,), (0,)), ((), ()))))
 
 
+def test_axlearn_s_minibatches():
+    state, none = (Policy.of("f", fp8.recipes.get(n), CHANNEL) for n in ("delayed", "current"))
+    module = "axlearn.common.gradient_accumulation"
+    with pytest.raises(fp8.FP8StateError, match=r"'delayed'.*forward_fn_transformation"):
+        _called_by(module, axlearn.check_one_backward_pass, state)
+    _called_by(module, axlearn.check_one_backward_pass, none)
+    axlearn.check_one_backward_pass(state)
+
+
+CHANNEL = {"state_channel": "gradient"}
 HALIAX = {
     "microbatches": Message(
-        fp8.FP8StateError, lambda op: _called_by("levanter.grad_accum", twice, op),
+        fp8.FP8StateError, lambda op: _called_by("levanter.grad_accum", twice, op, ONES),
         "'delayed'", "microbatches", "per_device_parallelism to -1",
     ),
     "a second use": Message(
@@ -164,10 +185,10 @@ HALIAX = {
 }  # fmt: skip
 
 
-def _called_by(module, function, op):
+def _called_by(module, function, *arguments):
     scope = {"__name__": module}
     exec("def microbatched(function, *args): return function(*args)", scope)
-    return scope["microbatched"](function, op, jnp.ones((8, 8)))
+    return scope["microbatched"](function, *arguments)
 
 
 @pytest.mark.parametrize("message", HALIAX.values(), ids=HALIAX)
