@@ -273,13 +273,15 @@ def clients(session: nox.Session) -> None:
     parser = argparse.ArgumentParser("nox -s clients --")
     parser.add_argument("names", nargs="*", choices=[*known, []], default=[])
     parser.add_argument("--checkout", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--rows", default="")  # the other options of run.py have no value
     given, rest = parser.parse_known_args(session.posargs)
     checkouts = dict(each.split("=", 1) for each in given.checkout)
     failed = []
     for name in given.names or known:
         python = _environment_of(session, known[name])
         checkout = ("--checkout", checkouts[name]) if name in checkouts else ()
-        command = (str(folder / "run.py"), name, "--python", str(python), *checkout, *rest)
+        command = (str(folder / "run.py"), name, "--python", str(python), *checkout)
+        command += ("--rows", given.rows, *rest)
         try:
             session.run(str(python), *command, external=True)
         except CommandFailed:

@@ -5,7 +5,8 @@
 FOLDER is that of XLA's flag `--xla_dump_to`. Of several programs the one with the most matmuls
 counts. The program before XLA's optimizations is read, because on a CPU they may replace a matmul
 by a library's call. A matmul reads FP8 if both of its operands are FP8 numbers, or were made of
-them by casts, scales and changes of layout only. So fake quantization counts, too.
+them by casts, scales and changes of layout only. So fake quantization counts, too. Scales are not
+told from other factors: a product with one such operand counts as FP8.
 """
 
 import functools

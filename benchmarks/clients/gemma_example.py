@@ -4,9 +4,8 @@ Its data set is that of `lm1b_data.py`. Each row trains for 6 steps, samples tex
 saves a checkpoint. A loss that it prints is the mean of all steps so far.
 """
 
-import functools
-
-from _client import RECIPES, Client, Row, beside, documented
+from _client import RECIPES, Client
+from lm1b import PACKAGES, PATCHES, rows
 
 SIZES = (
     "transformer_params.num_layers=2 vocab_size=256 max_corpus_chars=100000 "
@@ -20,42 +19,13 @@ RESUMED = "nnx transforms, resumed after step 4"
 WRITTEN = ("--config.num_train_steps=4",)
 
 
-def rows(name, recipes, **options):
-    fixed = options.pop("arguments", ())
-    for recipe in recipes:
-        fp8 = (f"--config.fp8={recipe}",) if recipe in RECIPES else ()
-        qwix = {"QWIX": "1"} if recipe == "qwix" else {}
-        before = tuple((*fixed, *each, *fp8) for each in options.get("setup", ()))
-        given = options | {"arguments": (*fixed, *fp8), "environment": qwix, "setup": before}
-        yield Row(name=name, recipe=recipe, **given)
-
-
 CLIENT = Client(
     name="gemma_example",
     title="gemma of flax 18f8f31 (2 layers of 256)",
     python="3.12",
-    packages=(
-        "flax==0.12.12",
-        "jax==0.12.0.1",
-        "optax==0.2.8",
-        "qwix==0.1.8",
-        "clu==0.0.12",
-        "grain==0.2.18",
-        "jaxtyping==0.3.11",
-        "ml_collections==1.1.0",
-        "orbax-checkpoint==0.12.8",
-        "sentencepiece==0.2.3",
-        "tensorboard",
-        "tensorflow==2.21.0",
-        "tensorflow-datasets==4.9.10",
-    ),
+    packages=PACKAGES,
     checkout="google/flax 18f8f31",
-    patches=(
-        functools.partial(documented, "lm1b patch"),
-        functools.partial(documented, "gemma example patch"),
-        functools.partial(beside, "flax_repeatable.patch"),
-        functools.partial(beside, "flax_qwix.patch"),
-    ),
+    patches=PATCHES,
     command=(
         "{here}/lm1b_data.py",
         "array_record",
@@ -67,9 +37,10 @@ CLIENT = Client(
     environment={"TFDS_DATA_DIR": "{checkout}/tfds", "TF_CPP_MIN_LOG_LEVEL": "3"},
     loss=r"Loss: ([\d.]+)",
     losses=6,
-    program="jit_.*train_step.*",
+    program="jit_.*",
     rows=(
-        *rows("nnx transforms", ("bfloat16", "qwix", *RECIPES), arguments=NNX),
+        *rows("nnx transforms", ("bfloat16", *RECIPES), arguments=NNX),
+        *rows("nnx transforms", ("qwix",), arguments=NNX, refuses="ShardingTypeError"),
         *rows("jax transforms", ("bfloat16", "current", "blockwise")),
         *rows("jax transforms", ("delayed",), refuses="FP8StateError"),
         *rows(

@@ -14,6 +14,28 @@ SIZES = (
     "max_target_length=128 max_eval_target_length=128 max_predict_length=32 num_train_steps=6 "
     "num_eval_steps=2 eval_every_steps=1 warmup_steps=2"
 )
+PACKAGES = (
+    "flax==0.12.12",
+    "jax==0.12.0.1",
+    "optax==0.2.8",
+    "qwix==0.1.8",
+    "clu==0.0.12",
+    "grain==0.2.18",
+    "jaxtyping==0.3.11",
+    "ml_collections==1.1.0",
+    "orbax-checkpoint==0.12.8",
+    "sentencepiece==0.2.3",
+    "tensorboard==2.21.0",
+    "tensorflow==2.21.0",
+    "tensorflow-datasets==4.9.10",
+    "tensorflow-text==2.21.1",
+)
+PATCHES = (
+    functools.partial(documented, "lm1b patch"),
+    functools.partial(documented, "gemma example patch"),
+    functools.partial(beside, "flax_repeatable.patch"),
+    functools.partial(beside, "flax_qwix.patch"),
+)
 FOUR = ("--config.per_device_batch_size=1", "--config.eval_per_device_batch_size=1")
 DEVICES = "4 devices, FSDP"
 RESUMED = "resumed after step 4"
@@ -21,6 +43,7 @@ WRITTEN = ("--config.num_train_steps=4",)
 
 
 def rows(name, recipes, **options):
+    """A row for each recipe. Those of setup and those of the row have the same arguments."""
     fixed = options.pop("arguments", ())
     for recipe in recipes:
         fp8 = (f"--config.fp8={recipe}",) if recipe in RECIPES else ()
@@ -34,27 +57,9 @@ CLIENT = Client(
     name="lm1b",
     title="lm1b of flax 18f8f31 (2 layers of 256)",
     python="3.12",
-    packages=(
-        "flax==0.12.12",
-        "jax==0.12.0.1",
-        "optax==0.2.8",
-        "qwix==0.1.8",
-        "clu==0.0.12",
-        "ml_collections==1.1.0",
-        "orbax-checkpoint==0.12.8",
-        "sentencepiece==0.2.3",
-        "tensorboard",
-        "tensorflow==2.21.0",
-        "tensorflow-datasets==4.9.10",
-        "tensorflow-text==2.21.1",
-    ),
+    packages=PACKAGES,
     checkout="google/flax 18f8f31",
-    patches=(
-        functools.partial(documented, "lm1b patch"),
-        functools.partial(documented, "gemma example patch"),
-        functools.partial(beside, "flax_repeatable.patch"),
-        functools.partial(beside, "flax_qwix.patch"),
-    ),
+    patches=PATCHES,
     command=(
         "{here}/lm1b_data.py",
         "tfrecord",

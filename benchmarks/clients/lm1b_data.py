@@ -32,7 +32,7 @@ def _sentences(split: str) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 if __name__ == "__main__":
-    form, *command = sys.argv[1:]  # the pipeline of grain reads array_record, that of tf.data tfrecord
+    form, *command = sys.argv[1:]  # grain reads array_record, tf.data reads tfrecord
     if not Path(os.environ["TFDS_DATA_DIR"]).exists():
         tfds.dataset_builders.AdhocBuilder(
             name="lm1b",

@@ -32,7 +32,12 @@ from _client import HERE, RECIPES, ROOT, Client, Row
 
 BASELINE = "bfloat16"
 MOST_MINUTES = 15.0
-VERSIONS = ("jax", "flax", "qwix", "optax", "equinox")
+MOST_OVER = 0.1
+"""A row fails if its last loss differs by more than this part from that of bfloat16."""
+VERSIONS = (
+    "jax", "flax", "qwix", "optax", "equinox", "google-tunix", "gemma", "kauldron", "marin-haliax",
+    "marin-levanter", "axlearn",
+)  # fmt: skip
 """Packages whose versions a result names, where they are installed."""
 
 
@@ -91,7 +96,7 @@ def run(client: Client, row: Row, python: Path, checkout: Path, log: Path) -> di
         given = environment(client, row, dumps, filled)
         began = time.monotonic()
         written = client.loss_file and Path(client.loss_file.format(**filled))
-        for arguments in (*row.setup, row.arguments):
+        for number, arguments in enumerate((*row.setup, row.arguments)):
             shutil.rmtree(dumps, ignore_errors=True)  # the step of the last command counts
             if written:
                 written.unlink(missing_ok=True)
@@ -101,7 +106,7 @@ def run(client: Client, row: Row, python: Path, checkout: Path, log: Path) -> di
                     [str(python), *command], cwd=checkout, env=given, text=True,
                     stdout=file, stderr=subprocess.STDOUT, timeout=60 * MOST_MINUTES, check=False,
                 )  # fmt: skip
-            if ran.returncode and arguments is not row.arguments:
+            if ran.returncode and number < len(row.setup):
                 return {"error": f"setup failed: {last_error(log)}"}
         seconds = round(time.monotonic() - began)
         text = log.read_text(errors="replace")
@@ -127,6 +132,8 @@ def run(client: Client, row: Row, python: Path, checkout: Path, log: Path) -> di
         result |= json.loads(counted.stdout)
         if row.recipe in RECIPES and not result["fp8"]:
             result["error"] = "no matmul reads FP8"
+        if row.recipe == BASELINE and result["fp8"]:
+            result["error"] = f"{result['fp8']} matmuls of the baseline read FP8"
         return result
 
 
@@ -141,38 +148,30 @@ def compared(rows: dict[str, dict[str, Any]], row: Row, result: dict[str, Any]) 
     """Adds what the losses of other rows say to a result."""
     losses = result.get("losses")
     if row.like is not None and losses:
-        whole = rows.get(key(*row.like), {}).get("losses", [])
+        of = rows.get(key(*row.like), {})
+        whole = [] if "error" in of else of.get("losses", [])
         result["like"] = key(*row.like)
         if whole[-len(losses) :] != losses:
             result["error"] = f"losses differ from those of {result['like']}: {whole}"
     base = rows.get(key(row.name, BASELINE), {}).get("losses")
     if losses and base and row.recipe != BASELINE and len(base) == len(losses):
         result["over_bfloat16"] = round(losses[-1] - base[-1], 4)
+        if abs(result["over_bfloat16"]) > MOST_OVER * abs(base[-1]):
+            result["error"] = f"the last loss differs by {result['over_bfloat16']} from bfloat16's"
 
 
 def key(name: str, recipe: str) -> str:
     return f"{name} | {recipe}"
 
 
-def versions(python: Path, packages: tuple[str, ...]) -> dict[str, str]:
-    names = {re.split(r"[=<>\[ @]", package)[0] for package in packages} & {
-        "google-tunix",
-        "gemma",
-        "haliax",
-        "marin-haliax",
-        "marin-levanter",
-        "kauldron",
-    }
+def versions(python: Path) -> dict[str, str]:
     code = (
-        "import importlib.metadata as m, json, sys\n"
+        "import importlib.metadata as m, json, platform, sys\n"
         "found = {d.metadata['Name']: d.version for d in m.distributions()}\n"
-        "print(json.dumps({n: found[n] for n in sys.argv[1:] if n in found}))"
+        "versions = {n: found[n] for n in sys.argv[1:] if n in found}\n"
+        "print(json.dumps({'python': platform.python_version(), **versions}))"
     )
-    found = json.loads(output(str(python), "-c", code, *VERSIONS, *sorted(names)))
-    return {
-        "python": output(str(python), "-c", "import platform; print(platform.python_version())"),
-        **found,
-    }
+    return json.loads(output(str(python), "-c", code, *VERSIONS))
 
 
 def table(client: Client, rows: dict[str, dict[str, Any]]) -> str:
@@ -214,7 +213,7 @@ def main() -> None:
         checkout = checked_out(client, given.checkout, scratch)
         logs = given.logs or scratch
         logs.mkdir(parents=True, exist_ok=True)
-        failed = []
+        failed, with_versions = [], versions(python)
         for row in chosen:
             of = key(row.name, row.recipe)
             log = logs / (re.sub(r"\W+", "_", of) + ".log")
@@ -222,6 +221,7 @@ def main() -> None:
                 result = run(client, row, python, checkout, log)
             except subprocess.TimeoutExpired:
                 result = {"error": f"no end within {MOST_MINUTES:g} minutes"}
+            result |= {"day": datetime.date.today().isoformat(), "versions": with_versions}
             compared(done, row, result)
             done[of] = result
             failed += [of] if "error" in result else []
@@ -229,9 +229,7 @@ def main() -> None:
             ordered = {k: done[k] for r in client.rows if (k := key(r.name, r.recipe)) in done}
             report = {
                 "client": client.title,
-                "day": datetime.date.today().isoformat(),
                 "command": " ".join(("python", *client.command)),
-                "versions": versions(python, client.packages + client.alone),
                 "rows": ordered,
             }
             file.parent.mkdir(exist_ok=True)

@@ -74,9 +74,7 @@ def in_fp8(model, recipe, inputs):
         return model
     if recipe == "qwix":
         e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-        rule = qwix.QtRule(
-            module_path=ADAPTED, weight_qtype=e4m3, act_qtype=e4m3, bwd_qtype=e5m2
-        )
+        rule = qwix.QtRule(module_path=ADAPTED, weight_qtype=e4m3, act_qtype=e4m3, bwd_qtype=e5m2)
         return qwix.quantize_model(model, qwix.QtProvider([rule]), *inputs)
     model, coverage = fp8.convert(model, getattr(fp8.recipes, recipe)(), inputs=inputs)
     print(coverage)

@@ -120,6 +120,8 @@ _OURS = "jaxfp8"
 # change. So without it, a model would run functions that were compiled for another one. Equal plans
 # use the functions of each other. A look finds none, because each `Seen` is another one.
 _running: Any = jax.make_user_context(None)
+_part_of_another: Any = jax.make_user_context(None)
+"""Another value for each call of a model in a module that is not converted."""
 
 
 @contextlib.contextmanager
@@ -366,7 +368,10 @@ def _run_in_scope(module: Any, name: str, args: Any, kwargs: Any) -> Any:
             )
         return found
 
-    return run_in_scope(module, run)
+    # An outer module may have changed the layers inside, as LoRA of gemma does by an interceptor.
+    # The caches of `nn.jit` do not know that, and would return programs without the change.
+    with _part_of_another(object()):
+        return run_in_scope(module, run)
 
 
 class Converted:

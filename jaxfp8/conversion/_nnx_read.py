@@ -24,6 +24,7 @@ from jaxfp8.state._init import unset_state
 from jaxfp8.state._state import OF_READ_MATMULS
 from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
 
+
 @functools.cache  # one class for equal plans, so that functions compiled for a model are found
 def read_class(kind: type, plan: Plan) -> type:
     """The class of a converted model of this class."""

@@ -207,7 +207,7 @@ def _op_of_experts(name: str, module: Any, recipe: Recipe, options: LayerOptions
 def _experts_with(module: Any, op: Any) -> Any:
     """The layer of experts `module` that multiplies by `op`."""
     fields = {field.name: getattr(module, field.name) for field in dataclasses.fields(module)}
-    return _layer_of_experts()(**fields, op=op)
+    return _layer_of_experts()(**fields | {"op": op})
 
 
 def _matches(name: str, targets: str | Sequence[str] | None) -> bool:

@@ -187,11 +187,15 @@ class ExpertsQuantization(nnx.Module):
             if is_mask:
                 return jnp.einsum(equation, x, w)
             number, self.called = self.called, (self.called + 1) % self.matmuls
-            return einsum(
-                equation, x, w, recipe=self.plug.recipe, kernels=self.plug.kernels,
-                state=self.states[number].get_value() if self.states else (),
-                state_channel="gradient",
-            )  # fmt: skip
+            try:
+                return einsum(
+                    equation, x, w, recipe=self.plug.recipe, kernels=self.plug.kernels,
+                    state=self.states[number].get_value() if self.states else (),
+                    state_channel="gradient",
+                )  # fmt: skip
+            except Exception:
+                self.called = 0  # else the next call would take the states of other matmuls
+                raise
 
         return compute
 
@@ -249,12 +253,12 @@ class ExpertsQuantization(nnx.Module):
                     'recipe without state such as "jaxfp8_current".'
                 )
             # An expert's amaxes are those of its tokens on all devices. Devices of another part of
-            # the experts have none of them.
+            # the experts have none of them. Scales of rows and tiles are those of one device.
             axes = tuple(name for name in manual_axes() if name not in self.apart)
             return ragged_dot(
                 inputs.astype(self.dtype), kernel.astype(self.dtype), group_sizes, recipe=recipe,
                 state=() if state is None else _leaves_once(state), kernels=self.plug.kernels,
-                reduce_axes=axes or None,
+                reduce_axes=axes if axes and recipe.combines_amaxes else None,
             )  # fmt: skip
 
         return gmm

@@ -53,6 +53,44 @@ def test_a_converted_model_as_a_part_of_another():
     assert (out != other).any()
 
 
+class Own(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param("w", nn.initializers.normal(), (16, 16))
+
+
+class JittedOwn(nn.Module):
+    @nn.jit
+    @nn.compact
+    def __call__(self, x):
+        return Own(name="own")(x)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_what_an_outer_module_changes_is_in_jitted_models(recipe):
+    """gemma's LoRA changes layers so, of whole models in nn.jit."""
+
+    class Outer(nn.Module):
+        inner: nn.Module
+        more: float
+
+        def __call__(self, x):
+            def change(next_fun, args, kwargs, context):
+                y = next_fun(*args, **kwargs)
+                changes = isinstance(context.module, Own) and context.method_name == "__call__"
+                return y + self.more if changes else y
+
+            with nn.intercept_methods(change):
+                return self.inner(x)
+
+    x = jnp.ones((4, 16))
+    mine, _ = fp8.convert(JittedOwn(), getattr(fp8.recipes, recipe)(), inputs=(x,))
+    variables = Outer(mine, 0.0).init(KEY, x)
+    plain, changed = (Outer(mine, more).apply(variables, x) for more in (0.0, 1.0))
+    np.testing.assert_allclose(changed, plain + 1, rtol=1e-6)
+    assert_same_bits(Outer(mine, 1.0).init_with_output(KEY, x)[1], variables)
+
+
 def test_a_converted_model_inside_a_converted_one_keeps_its_own_plan():
     class Outer(nn.Module):
         inner: nn.Module

@@ -23,10 +23,9 @@ def get_config():
         num_train_steps=5,  # it runs one more
         log_metrics_every=1,
         train_losses={
-            "xentropy": kd.losses.SoftmaxCrossEntropyWithIntLabels(
-                logits="preds.logits", labels="batch.target"
-            )
+            "xentropy": gemma_parts.CrossEntropy(logits="preds.logits", labels="batch.target")
         },
         optimizer=optax.adamw(3e-3),
+        trainstep=gemma_parts.TrainStep(),
         checkpointer=kd.ckpts.Checkpointer(save_interval_steps=4),
     )

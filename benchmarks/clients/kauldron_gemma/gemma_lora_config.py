@@ -14,7 +14,5 @@ with konfig.imports():
 def get_config():
     config = gemma_config.get_config()
     config.model.lora = 4
-    config.optimizer = kd.optim.partial_updates(
-        optax.adamw(3e-3), mask=kd.optim.select("lora")
-    )
+    config.optimizer = kd.optim.partial_updates(optax.adamw(3e-3), mask=kd.optim.select("lora"))
     return config

@@ -1,0 +1,69 @@
+"""gemma 4.0.1 with its LoRA, by Kauldron's own command, which gemma's examples use.
+
+In the folder kauldron_gemma, gemma_config.py trains all parameters, and gemma_lora_config.py trains
+adapters alone. This file has the name of a package, so that folder alone is on the path.
+"""
+
+from _client import RECIPES, Client, Row
+
+ALL, LORA, CONVERTED = "all parameters", "LoRA", "LoRA of a converted model"
+FIRST = "--cfg.model.order=convert first"
+
+
+def rows(name, recipes, *arguments, **options):
+    config = "gemma_config" if name == ALL else "gemma_lora_config"
+    config = f"--cfg={{here}}/kauldron_gemma/{config}.py"
+    for recipe in recipes:
+        # Kauldron wants the config before what overrides it.
+        given = (config, "--cfg.workdir={scratch}/work", f"--cfg.model.recipe={recipe}", *arguments)
+        yield Row(name=name, recipe=recipe, arguments=given, **options)
+
+
+CLIENT = Client(
+    name="gemma",
+    title="gemma 4.0.1 with Kauldron 1.4.4 (Gemma 2, 2 layers of 256)",
+    python="3.12",
+    packages=(
+        "flax==0.12.12",
+        "jax==0.12.0.1",
+        "optax==0.2.8",
+        "qwix==0.1.8",
+        "clu==0.0.12",
+        "grain==0.2.18",
+        "jaxtyping==0.3.11",
+        "ml_collections==1.1.0",
+        "orbax-checkpoint==0.12.8",
+        "sentencepiece==0.2.3",
+        "tensorboard==2.21.0",
+        "tensorflow==2.21.0",
+        "tensorflow-datasets==4.9.10",
+        "immutabledict==4.3.1",
+        "lark==1.3.1",
+        "dialog==1.1.0",
+        "mediapy==1.2.7",
+        "altair==6.3.0",
+        "pandas==3.1.1",
+        "scikit-image==0.26.0",
+        "scikit-learn==1.9.1",
+        "tabulate==0.10.0",
+        "typeguard==4.6.1",
+        "graphviz==0.21",
+        "pillow==13.0.0",
+        "einops==0.8.2",
+    ),
+    alone=("gemma==4.0.1", "kauldron==1.4.4"),
+    command=("-m", "kauldron.main"),
+    environment={"PYTHONPATH": "{here}/kauldron_gemma", "TF_CPP_MIN_LOG_LEVEL": "3"},
+    loss=r"losses/xentropy=([\d.]+)",
+    losses=6,
+    program="jit_step",
+    rows=(
+        *rows(LORA, ("bfloat16", "qwix", *RECIPES)),
+        *rows(ALL, ("bfloat16", "qwix", *RECIPES)),
+        *rows(CONVERTED, ("current",), FIRST),
+        *rows(
+            CONVERTED, ("delayed",), FIRST, refuses="lora/a: the state of recipe 'delayed' is mis"
+        ),
+    ),
+    lines={"jaxfp8": "2, with state 18", "own FP8": "none", "qwix": "4"},
+)
