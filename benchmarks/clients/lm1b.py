@@ -25,7 +25,7 @@ PACKAGES = (
     "ml_collections==1.1.0",
     "orbax-checkpoint==0.12.8",
     "sentencepiece==0.2.3",
-    "tensorboard",
+    "tensorboard==2.21.0",
     "tensorflow==2.21.0",
     "tensorflow-datasets==4.9.10",
     "tensorflow-text==2.21.1",
