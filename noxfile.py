@@ -266,9 +266,8 @@ def clients(session: nox.Session) -> None:
     folder = ROOT / "benchmarks" / "clients"
     sys.path.insert(0, str(folder))
     known = {
-        path.stem: importlib.import_module(path.stem).CLIENT
-        for path in sorted(folder.glob("*.py"))
-        if "CLIENT = " in path.read_text()
+        path.stem.removesuffix("_client"): importlib.import_module(path.stem).CLIENT
+        for path in sorted(folder.glob("[a-z]*_client.py"))
     }
     parser = argparse.ArgumentParser("nox -s clients --")
     parser.add_argument("names", nargs="*", choices=[*known, []], default=[])

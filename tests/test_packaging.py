@@ -59,7 +59,7 @@ EXTRAS = {
 # Other libraries that a folder compares us with, or plugs us into, where they are installed. No
 # extra installs them.
 # They are in docs/test_coming_from.py and in plugs/.
-RIVALS = {"tests": {"qwix", "axlearn", "gemma", "haliax"}}
+RIVALS = {"tests": {"qwix", "axlearn", "gemma", "haliax", "levanter"}}
 
 
 def sources(folder: str) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """What a client is: its packages, its own command, and the rows that are run of it.
 
-Files of clients define one `CLIENT` each. `run.py` runs the rows. Nothing here imports jax, since
+A file NAME_client.py defines one `CLIENT`. `run.py` runs the rows. Nothing here imports jax, since
 each client has an environment of its own.
 """
 
@@ -14,10 +14,10 @@ RECIPES = ("delayed", "current", "rowwise", "blockwise", "mxfp8")
 """Names of jaxfp8's recipes in rows. Every other name is a method of the client itself."""
 
 
-def documented(marker: str) -> str:
-    """The text of the block behind `<!-- marker -->` in docs/frameworks.md: a patch."""
-    page = (ROOT / "docs" / "frameworks.md").read_text()
-    return page.split(f"<!-- {marker} -->\n")[1].split("```diff\n")[1].split("```")[0]
+def documented(page: str, marker: str) -> str:
+    """The patch behind `<!-- marker -->` in a page of docs/."""
+    text = (ROOT / "docs" / page).read_text()
+    return text.split(f"<!-- {marker} -->\n")[1].split("```diff\n")[1].split("```")[0]
 
 
 def beside(name: str) -> str:
@@ -57,7 +57,7 @@ class Client:
     """A framework, and how to run its own command.
 
     Attributes:
-      name: the name of the file of the client.
+      name: that of its file, NAME_client.py.
       title: its name in tables, with its version.
       python: the version of Python of its environment: "3.12".
       packages: what pip installs, with pinned versions.

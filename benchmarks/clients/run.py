@@ -191,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("client", help="the name of a file beside this one: maxtext, tunix, ...")
+    parser.add_argument("client", help="NAME of a file NAME_client.py beside this one")
     parser.add_argument("--python", type=Path, required=True, help="of the client's environment")
     parser.add_argument("--checkout", type=Path, help="the client's source tree, if it needs one")
     parser.add_argument("--rows", default="", help="a regular expression for 'name | recipe'")
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where results go; default: results/CLIENT.json")
     parser.add_argument("--logs", type=Path, help="a folder that keeps what each row printed")
     given = parser.parse_args()
-    client: Client = importlib.import_module(given.client).CLIENT
+    client: Client = importlib.import_module(f"{given.client}_client").CLIENT
     chosen = [row for row in client.rows if re.search(given.rows, key(row.name, row.recipe))]
     if given.list or not chosen:
         print("\n".join(key(row.name, row.recipe) for row in chosen or client.rows))

@@ -131,7 +131,7 @@ class FP8Quantization:
 
 _OLD_PATCH = (
     "MaxText's layer of experts has no quantization of its own. Apply the patch of "
-    "docs/frameworks.md again: RoutedMoE.__init__ must call quant.of_experts(self)."
+    "docs/maxtext.md again: RoutedMoE.__init__ must call quant.of_experts(self)."
 )
 
 

@@ -3,7 +3,7 @@
 MaxText is not on a package index. The classes here repeat how its layers, its train step and its
 loop over microbatches call a quantization (`layers/linears.py`, `layers/moe.py`,
 `trainers/pre_train/train.py`, `utils/gradient_accumulation.py`), as the patch of
-docs/frameworks.md changes them.
+docs/maxtext.md changes them.
 """
 
 import functools
@@ -396,11 +396,11 @@ MESSAGES = {
     ),
     "older patch, sparse": Message(
         NotImplementedError, lambda: FP8Quantization(recipe=fp8.recipes.current()).quant_dg,
-        "quant_dg", "no quantization of its own", "docs/frameworks.md",
+        "quant_dg", "no quantization of its own", "docs/maxtext.md",
     ),
     "older patch, dense": Message(
         NotImplementedError, lambda: FP8Quantization(recipe=fp8.recipes.current()).einsum(),
-        "einsum", "no quantization of its own", "docs/frameworks.md",
+        "einsum", "no quantization of its own", "docs/maxtext.md",
     ),
     "gathered kernels": Message(
         ValueError, lambda: call_gmm(weight_gather_axes=[("fsdp", 0)]),

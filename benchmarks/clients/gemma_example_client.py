@@ -5,7 +5,7 @@ saves a checkpoint. A loss that it prints is the mean of all steps so far.
 """
 
 from _client import RECIPES, Client
-from lm1b import PACKAGES, PATCHES, rows
+from lm1b_client import PACKAGES, PATCHES, rows
 
 SIZES = (
     "transformer_params.num_layers=2 vocab_size=256 max_corpus_chars=100000 "

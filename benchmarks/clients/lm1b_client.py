@@ -31,8 +31,8 @@ PACKAGES = (
     "tensorflow-text==2.21.1",
 )
 PATCHES = (
-    functools.partial(documented, "lm1b patch"),
-    functools.partial(documented, "gemma example patch"),
+    functools.partial(documented, "flax-examples.md", "lm1b patch"),
+    functools.partial(documented, "flax-examples.md", "gemma example patch"),
     functools.partial(beside, "flax_repeatable.patch"),
     functools.partial(beside, "flax_qwix.patch"),
 )

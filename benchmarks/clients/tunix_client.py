@@ -86,7 +86,7 @@ CLIENT = Client(
     title="Tunix 0.1.7",
     python="3.12",
     packages=("jax==0.12.0.1", "flax==0.12.12", "google-tunix==0.1.7", "qwix==0.1.8"),
-    command=("-P", "{here}/tunix_train.py"),  # -P: this file has the name of the framework
+    command=("{here}/tunix_train.py",),
     loss=r"(?m)^step \d+ loss (\S+)",
     losses=6,
     program=".*train_step.*",

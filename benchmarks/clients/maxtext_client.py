@@ -1,4 +1,4 @@
-"""MaxText: its pre-training command, with the patch of docs/frameworks.md.
+"""MaxText: its pre-training command, with the patch of docs/maxtext.md.
 
 Two layers of width 512, and random tokens. On 4 devices each shard of a weight has whole tiles of
 128. `metrics_file=` has the losses with all digits; the command prints three.
@@ -7,9 +7,9 @@ MaxText draws other initial weights if layers have a quantization. `identity` ha
 FP8 run, and multiplies without FP8, so FP8 is compared with it, too.
 """
 
-import re
+import functools
 
-from _client import RECIPES, ROOT, Client, Row
+from _client import RECIPES, Client, Row, documented
 
 STEPS = 6
 OF_QUANTIZATION = {"bfloat16": (), "its fp8": ("quantization=fp8",)}
@@ -42,15 +42,6 @@ SAVES = (
     "enable_checkpointing=true", "async_checkpointing=false", "checkpoint_period=4",
     "learning_rate_schedule_steps=8", "base_output_directory={scratch}/saved",
 )  # fmt: skip
-
-
-def patch() -> str:
-    """The patch of docs/frameworks.md."""
-    page = (ROOT / "docs" / "frameworks.md").read_text()
-    found = re.search(r"<!-- maxtext patch -->\n```diff\n(.*?)^```$", page, re.S | re.M)
-    if found is None:
-        raise ValueError("docs/frameworks.md has no patch of MaxText")
-    return found[1]
 
 
 def rows(name: str, recipes: tuple[str, ...], *arguments: str, devices: int = 1) -> list[Row]:
@@ -94,7 +85,8 @@ CLIENT = Client(
         "absl-py==2.5.1", "aqtp==0.9.0", "array-record==0.8.6", "chex==0.1.92", "datasets==5.2.0",
         "drjax==0.2.1", "flax==0.12.12", "jax==0.12.0.1", "jaxlib==0.12.0.1",
         "grain[parquet]==0.2.18", "huggingface_hub==1.33.0", "jaxtyping==0.3.11",
-        "jsonlines==4.0.0", "ml-collections==1.1.0", "ml-goodput-measurement==0.2.3", "omegaconf==2.4.0",
+        "jsonlines==4.0.0", "ml-collections==1.1.0", "ml-goodput-measurement==0.2.3",
+        "omegaconf==2.4.0",
         "optax==0.2.8", "orbax-checkpoint==0.12.8", "parameterized==0.9.0", "pathwaysutils==0.1.13",
         "pillow==13.0.0", "pydantic==2.14.4", "sentencepiece==0.2.3", "tensorboardx==2.6.5",
         "tiktoken==0.14.0", "tokamax==0.0.17", "transformers==5.12.1", "uvloop==0.23.0",
@@ -102,7 +94,7 @@ CLIENT = Client(
         "google-tunix==0.1.7",
     ),
     checkout="AI-Hypercomputer/maxtext e591f30c",
-    patches=(patch,),
+    patches=(functools.partial(documented, "maxtext.md", "maxtext patch"),),
     command=(
         "-m", "maxtext.trainers.pre_train.train", "src/maxtext/configs/base.yml", "run_name=t",
         "base_output_directory={scratch}", "metrics_file={scratch}/metrics",
