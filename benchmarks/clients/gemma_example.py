@@ -37,7 +37,7 @@ CLIENT = Client(
     environment={"TFDS_DATA_DIR": "{checkout}/tfds", "TF_CPP_MIN_LOG_LEVEL": "3"},
     loss=r"Loss: ([\d.]+)",
     losses=6,
-    program="jit_.*",
+    program="jit__unnamed_function",
     rows=(
         *rows("nnx transforms", ("bfloat16", *RECIPES), arguments=NNX),
         *rows("nnx transforms", ("qwix",), arguments=NNX, refuses="ShardingTypeError"),
