@@ -1,4 +1,4 @@
-"""Tunix: its PeftTrainer with all weights and with adapters by qwix, and its GRPO learner."""
+"""Tunix: its PeftTrainer with all weights and with LoRA by qwix, and its GRPO learner."""
 
 from _client import Client, Row
 
@@ -51,7 +51,7 @@ def resumed() -> list[Row]:
 
 
 def adapters() -> list[Row]:
-    name = "adapters by qwix, FSDP 2 x TP 2"
+    name = "LoRA by qwix, FSDP 2 x TP 2"
     found = [row(name, each, "lora") for each in ("bfloat16", "current", "rowwise", "blockwise")]
     found.append(row(name, "delayed", "lora", "--trainer", "fp8"))
     found += [
