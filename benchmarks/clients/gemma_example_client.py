@@ -42,7 +42,7 @@ CLIENT = Client(
         *rows("nnx transforms", ("bfloat16", *RECIPES), arguments=NNX),
         *rows("nnx transforms", ("qwix",), arguments=NNX, refuses="ShardingTypeError"),
         *rows("jax transforms", ("bfloat16", "current", "blockwise")),
-        *rows("jax transforms", ("delayed",), refuses="FP8StateError"),
+        *rows("jax transforms", ("delayed",), refuses="UncollectedStateError"),
         *rows(
             "nnx transforms, 4 devices, FSDP",
             ("bfloat16", "delayed", "blockwise"),
