@@ -117,19 +117,19 @@ def _initialize(trainer: Any, initialize: Any, recipe: str) -> None:
 def _quantized_config(name: str, config: type) -> type:
     """A subclass of the config of a model, whose models have FP8."""
 
-    def model_type(self: Any) -> type:
-        return _quantized_model(config.model_type.fget(self))  # type: ignore[attr-defined]
+    def model_type(given: Any) -> type:
+        return _quantized_model(config.model_type.fget(given))  # type: ignore[attr-defined]
 
-    def from_hf_config(cls: type, hf_config: Any) -> Any:
+    def from_hf_config(kind: type, hf_config: Any) -> Any:
         raise ValueError(
             f"a config of Hugging Face has no recipe for {PREFIX}{name}. Write the fields of the "
             "model into the config of levanter."
         )
 
-    def post_init(self: Any) -> None:
+    def post_init(given: Any) -> None:
         if hasattr(config, "__post_init__"):
-            config.__post_init__(self)
-        parse(self.recipe)  # a wrong text is an error before anything runs
+            config.__post_init__(given)
+        parse(given.recipe)  # a wrong text is an error before anything runs
 
     made = dataclasses.make_dataclass(
         f"FP8{config.__name__}",
