@@ -1,10 +1,11 @@
 """gemma 4.0.1 with its LoRA, by Kauldron's own command, which gemma's examples use.
 
 In the folder kauldron_gemma, gemma_config.py trains all parameters, and gemma_lora_config.py trains
-adapters alone. This file has the name of a package, so that folder alone is on the path.
+adapters alone.
 """
 
 from _client import RECIPES, Client, Row
+from lm1b_client import PACKAGES
 
 ALL, LORA, CONVERTED = "all parameters", "LoRA", "LoRA of a converted model"
 FIRST = "--cfg.model.order=convert first"
@@ -24,19 +25,7 @@ CLIENT = Client(
     title="gemma 4.0.1 with Kauldron 1.4.4 (Gemma 2, 2 layers of 256)",
     python="3.12",
     packages=(
-        "flax==0.12.12",
-        "jax==0.12.0.1",
-        "optax==0.2.8",
-        "qwix==0.1.8",
-        "clu==0.0.12",
-        "grain==0.2.18",
-        "jaxtyping==0.3.11",
-        "ml_collections==1.1.0",
-        "orbax-checkpoint==0.12.8",
-        "sentencepiece==0.2.3",
-        "tensorboard==2.21.0",
-        "tensorflow==2.21.0",
-        "tensorflow-datasets==4.9.10",
+        *PACKAGES,
         "immutabledict==4.3.1",
         "lark==1.3.1",
         "dialog==1.1.0",

@@ -4,8 +4,8 @@ Its data set is that of `lm1b_data.py`. Each row trains for 6 steps, samples tex
 saves a checkpoint. A loss that it prints is the mean of all steps so far.
 """
 
-from _client import RECIPES, Client
-from lm1b_client import PACKAGES, PATCHES, rows
+from _client import RECIPES
+from lm1b_client import example, rows
 
 SIZES = (
     "transformer_params.num_layers=2 vocab_size=256 max_corpus_chars=100000 "
@@ -19,24 +19,13 @@ RESUMED = "nnx transforms, resumed after step 4"
 WRITTEN = ("--config.num_train_steps=4",)
 
 
-CLIENT = Client(
-    name="gemma_example",
+CLIENT = example(
+    "gemma_example",
+    "array_record",
+    "tiny",
+    SIZES,
     title="gemma of flax 18f8f31 (2 layers of 256)",
-    python="3.12",
-    packages=PACKAGES,
-    checkout="google/flax 18f8f31",
-    patches=PATCHES,
-    command=(
-        "{here}/lm1b_data.py",
-        "array_record",
-        "{checkout}/examples/gemma/main.py",
-        "--workdir={scratch}/work",
-        "--config={checkout}/examples/gemma/configs/tiny.py",
-        *(f"--config.{size}" for size in SIZES.split()),
-    ),
-    environment={"TFDS_DATA_DIR": "{checkout}/tfds", "TF_CPP_MIN_LOG_LEVEL": "3"},
     loss=r"Loss: ([\d.]+)",
-    losses=6,
     program="jit__unnamed_function",
     rows=(
         *rows("nnx transforms", ("bfloat16", *RECIPES), arguments=NNX),

@@ -53,24 +53,36 @@ def rows(name, recipes, **options):
         yield Row(name=name, recipe=recipe, **given)
 
 
-CLIENT = Client(
-    name="lm1b",
+def example(name: str, form: str, config: str, sizes: str, **fields) -> Client:
+    """An example of flax, which reads lm1b in a file format, with sizes in a config of its own."""
+    folder = f"{{checkout}}/examples/{name.removesuffix('_example')}"
+    return Client(
+        name=name,
+        python="3.12",
+        packages=PACKAGES,
+        checkout="google/flax 18f8f31",
+        patches=PATCHES,
+        command=(
+            "{here}/lm1b_data.py",
+            form,
+            f"{folder}/main.py",
+            "--workdir={scratch}/work",
+            f"--config={folder}/configs/{config}.py",
+            *(f"--config.{size}" for size in sizes.split()),
+        ),
+        environment={"TFDS_DATA_DIR": "{checkout}/tfds", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        losses=6,
+        **fields,
+    )
+
+
+CLIENT = example(
+    "lm1b",
+    "tfrecord",
+    "default",
+    SIZES,
     title="lm1b of flax 18f8f31 (2 layers of 256)",
-    python="3.12",
-    packages=PACKAGES,
-    checkout="google/flax 18f8f31",
-    patches=PATCHES,
-    command=(
-        "{here}/lm1b_data.py",
-        "tfrecord",
-        "{checkout}/examples/lm1b/main.py",
-        "--workdir={scratch}/work",
-        "--config={checkout}/examples/lm1b/configs/default.py",
-        *(f"--config.{size}" for size in SIZES.split()),
-    ),
-    environment={"TFDS_DATA_DIR": "{checkout}/tfds", "TF_CPP_MIN_LOG_LEVEL": "3"},
     loss=r"train_loss=([\d.]+)",
-    losses=6,
     program="jit_train_step",
     rows=(
         *rows("train, evaluate, decode", ("bfloat16", "qwix", *RECIPES)),

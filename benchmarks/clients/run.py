@@ -6,9 +6,10 @@
 
 Each row is a process of its own, with random data, on CPU devices. What it prints is read: the loss
 of each step. Its train step is dumped by XLA, and the matmuls that read FP8 are counted. Results go
-to results/CLIENT.json. Rows that were not run this time keep their results. A row fails if the
-command fails or prints too few losses, if losses are not those that the row says, or if a refusal
-does not come. Then the exit status is 1.
+to results/CLIENT.json, with the day and the versions of each row. Rows that were not run this time
+keep their results. A row fails if the command fails or prints too few losses, if losses are not
+those that the row says or differ by a tenth from bfloat16's, if no matmul reads FP8, or if a
+refusal does not come. Then the exit status is 1.
 """
 
 import argparse
@@ -184,7 +185,8 @@ def table(client: Client, rows: dict[str, dict[str, Any]]) -> str:
             said = f"refused: {result['refused']}"
         counted = f"{result['fp8']} of {result['matmuls']}" if "fp8" in result else ""
         lines.append(f"| {name.replace(' | ', ', ')} | {said} | {counted} |")
-    return "\n".join((client.title, "", *lines))
+    changed = "; ".join(f"{method}: {count}" for method, count in client.lines.items())
+    return "\n".join((client.title, f"Lines to change: {changed}", "", *lines))
 
 
 def main() -> None:

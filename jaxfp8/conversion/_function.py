@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxfp8._call import Example
 from jaxfp8._typing import Array, FP8StateError, PyTree
-from jaxfp8.conversion._plan import Decision, Plan
+from jaxfp8.conversion._plan import Decision, Plan, modules_of
 from jaxfp8.conversion._read import Extra, Reading, note_weights, number_parameters, read_and_run
 from jaxfp8.conversion._rule import Layer, Seen
 from jaxfp8.jaxprs._flops import flops_of
@@ -117,10 +117,9 @@ def look(function: Callable[..., Any], plan: Plan, example: Example) -> Seen:
         lambda params, args, kwargs: function(params, *args, **kwargs), params, args, example.kwargs
     )
     seen = Seen(modules={"": type(function)})
-    for path in _parameters_of(params).values():  # blocks are known by their paths
-        parts = path.split("/")[:-1]
-        modules = ("/".join(parts[:end]) for end in range(1, len(parts) + 1))
-        seen.modules |= dict.fromkeys(modules, type(function))
+    # Blocks are known by their paths.
+    modules = modules_of(_parameters_of(params).values())
+    seen.modules |= dict.fromkeys(sorted(modules), type(function))
     seen.flops, seen.in_loops = flops_of(traced.program.jaxpr)
     numbers, paths = number_parameters(traced.leaves, _parameters_of(params))
     note_weights(seen, traced.program, numbers, paths, {})

@@ -16,9 +16,8 @@ from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.conversion._plan import Decision, Plan
 from jaxfp8.conversion._read import Extra, Reading, read_and_run
 from jaxfp8.conversion._rule import Layer
-from jaxfp8.linen._state import COLLECTION
+from jaxfp8.linen._state import COLLECTION, OF_PARAMETER
 from jaxfp8.state._init import make_concrete, unset_state
-from jaxfp8.state._state import OF_PARAMETER
 
 _KEYS = "fp8"
 

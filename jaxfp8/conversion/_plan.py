@@ -43,6 +43,12 @@ def stacks_of(modules: Iterable[str], layers: Iterable[str]) -> list[list[str]]:
     return [stack for stack in stacks if not any(_is_inside(stack[0], block) for block in blocks)]
 
 
+def modules_of(parameters: Iterable[str]) -> set[str]:
+    """The paths of all modules around parameters of these paths."""
+    parts = (path.split("/") for path in parameters)
+    return {"/".join(each[:end]) for each in parts for end in range(1, len(each))}
+
+
 def _is_inside(path: str, block: str) -> bool:
     return path.startswith(f"{block}/")
 

@@ -213,8 +213,7 @@ def read_and_run(
     `held` has those that are in FP8. Leaves of `args` stand for them; see `stands_for`.
     """
     traced = Traced(function, *args)
-    arrays = [held.get(i, leaf) for i, leaf in enumerate(traced.leaves) if is_array(leaf)]
-    traced.arrays = arrays
+    traced.arrays = [held.get(i, leaf) for i, leaf in enumerate(traced.leaves) if is_array(leaf)]
     numbers, paths = number_parameters(traced.leaves, parameters)
     weights = weights_of(traced.program, numbers)
     extras: dict[Any, Extra] = {}
@@ -253,15 +252,14 @@ def _check_held(eqn: Any, operands: list[Any]) -> None:
     weight = next(filter(is_weight, operands), None)
     if weight is None:
         return
-    name = eqn.primitive.name
-    if name == "convert_element_type":
-        to = eqn.params["new_dtype"]
-        cure = f"Quantize it for that dtype: fp8.quantize_params(..., dtype=jnp.{to})."
-    else:
-        cure = "Leave it out of fp8.quantize_params by a rule: (path, None)."
+    use, cure = "its result", "Leave it out of fp8.quantize_params by a rule: (path, None)."
+    if eqn is not None:
+        use = f"{eqn.primitive.name!r} at {source_info_util.summarize(eqn.source_info)}"
+        if eqn.primitive.name == "convert_element_type":
+            to = eqn.params["new_dtype"]
+            cure = f"Quantize it for that dtype: fp8.quantize_params(..., dtype=jnp.{to})."
     raise TypeError(
-        f"code of the model takes {weight} into {name!r} at "
-        f"{source_info_util.summarize(eqn.source_info)}. Its FP8 values can only be multiplied, by "
+        f"code of the model takes {weight} into {use}. Its FP8 values can only be multiplied, by "
         f"the matmul of their row, with the axes that the parameter has. {cure}"
     )
 

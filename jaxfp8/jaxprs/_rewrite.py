@@ -58,15 +58,16 @@ Replace: TypeAlias = Callable[[Place, Any, list[Any], Any], Any]
 """`replace(place, eqn, operands, extra)`: the result of an equation that is computed otherwise."""
 
 Check: TypeAlias = Callable[[Any, list[Any]], None]
-"""`check(eqn, operands)`: raises an error if an equation cannot be computed as it was."""
+"""`check(eqn, operands)`: raises an error if an equation cannot be computed as it was.
 
-
-def _no_check(eqn: Any, operands: list[Any]) -> None:
-    del eqn, operands
+`eqn` is None for the results of the call."""
 
 
 def run(
-    traced: Traced, extras: Mapping[Place, Any], replace: Replace, check: Check = _no_check
+    traced: Traced,
+    extras: Mapping[Place, Any],
+    replace: Replace,
+    check: Check = lambda eqn, operands: None,
 ) -> Any:
     """The result of a traced call, with `replace` for the equations at some places.
 
@@ -76,8 +77,9 @@ def run(
     """
     inside = frozenset(place[:end] for place in extras for end in range(1, len(place) + 1))
     run = _Run(inside, replace, check)
-    program = traced.program
-    return traced.result(run.program(program, traced.arrays, dict(extras), ()))
+    results = run.program(traced.program, traced.arrays, dict(extras), ())
+    check(None, results)
+    return traced.result(results)
 
 
 class _Run:

@@ -26,14 +26,7 @@ from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._check_state import check_state
 from jaxfp8.state._init import make_concrete, unset_state
 from jaxfp8.state._init import state_specs as specs_of_states
-from jaxfp8.state._state import (
-    LEAVES,
-    OF_PARAMETER,
-    MatmulState,
-    check_tree,
-    describe_node,
-    is_state,
-)
+from jaxfp8.state._state import LEAVES, MatmulState, check_tree, describe_node, is_state
 from jaxfp8.weights._quantized_weight import QuantizedWeight
 
 # Quantizer state and weights in FP8 in flax's serialization, for instance `to_bytes`.
@@ -102,6 +95,9 @@ for _kind in (QuantizedTensor, QuantizedWeight):
 COLLECTION = "_overwrite_with_gradient"
 NAME = "fp8"
 """The name of a state in the variables of its module."""
+OF_PARAMETER = "fp8_of_"
+"""Before the name of a parameter that code of a converted model multiplies: the name of the state.
+It is a sibling of the parameter, as attributes of a module are."""
 home = contextvars.ContextVar("home", default=COLLECTION)
 """The collection that holds states while a model runs.
 

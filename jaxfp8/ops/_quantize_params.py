@@ -26,7 +26,7 @@ from jaxfp8.sharding._place import Place
 from jaxfp8.sharding._shard import place_operand
 from jaxfp8.state._identity import known_scales, match_state
 from jaxfp8.state._ledger import zero_ledgers
-from jaxfp8.state._state import OF_PARAMETER, OF_READ_MATMULS, MatmulState, is_state
+from jaxfp8.state._state import OF_READ_MATMULS, MatmulState, is_state
 from jaxfp8.state._value_and_grad import in_high_precision
 from jaxfp8.weights._quantized_weight import (
     QuantizedWeight,
@@ -56,10 +56,7 @@ def path_name(path: Any) -> str:
 
 def find_state(name: str, states: dict[str, MatmulState]) -> MatmulState:
     """The state of the matmul that reads the weight of this path."""
-    layer, _, own = name.rpartition("/")
-    # The last two are those of converted models, in nnx and in linen.
-    read = f"{OF_READ_MATMULS}/{name}/state", f"{layer}/{OF_PARAMETER}{own}".removeprefix("/")
-    for path in (name, *read):
+    for path in (name, f"{OF_READ_MATMULS}/{name}/state"):  # that of own code of an nnx model
         if path in states:
             return states[path]
     if not states:
@@ -68,6 +65,7 @@ def find_state(name: str, states: dict[str, MatmulState]) -> MatmulState:
             "state=variables[fp8.linen.COLLECTION] (linen), state=model (nnx), or the state of the "
             "last step."
         )
+    layer = name.rpartition("/")[0]
     below = [path for path in states if not layer or path.startswith(f"{layer}/")]
     if len(below) == 1:
         return states[below[0]]

@@ -21,7 +21,7 @@ from flax.core.scope import in_filter
 from jaxfp8._check import check_type
 from jaxfp8._typing import PyTree
 from jaxfp8.conversion._linen_read import parameters_of, read_apply, run_in_scope
-from jaxfp8.conversion._plan import KEPT, Decision, Plan, stacks_of
+from jaxfp8.conversion._plan import KEPT, Decision, Plan, modules_of, stacks_of
 from jaxfp8.conversion._read import Reading
 from jaxfp8.conversion._rule import Layer
 from jaxfp8.linen._state import COLLECTION
@@ -152,13 +152,9 @@ def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: An
 
 def _blocks_of(variables: PyTree) -> frozenset[str]:
     """The paths of the blocks of a model. What is in one is no head, as in `fp8.convert`."""
-    layers = {path.rpartition("/")[0] for path in parameters_of(variables).values()}
-    modules = {each[:end] for each in layers for end in (*_slashes(each), len(each))}
-    return frozenset(block for stack in stacks_of(modules, layers) for block in stack)
-
-
-def _slashes(path: str) -> list[int]:
-    return [place for place, letter in enumerate(path) if letter == "/"]
+    paths = parameters_of(variables).values()
+    stacks = stacks_of(modules_of(paths), {path.rpartition("/")[0] for path in paths})
+    return frozenset(block for stack in stacks for block in stack)
 
 
 def _method_of(module: nn.Module, function: Any) -> Callable[..., Any] | None:

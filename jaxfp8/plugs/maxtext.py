@@ -159,15 +159,10 @@ class ExpertsQuantization(nnx.Module):
         states = [_variable()(unset_state(rows, stacked)) for _ in range(matmuls if rows else 0)]
         self.states = nnx.List(states)
 
-    def dot_general_cls(self, mesh_axes: KernelAxes = ()) -> Callable[..., FP8DotGeneral]:
-        """See `FP8Quantization.dot_general_cls`."""
-        return self.plug.dot_general_cls(mesh_axes)
-
-    def einsum(self, dtype: Any = None, mesh_axes: KernelAxes = ()) -> Callable[..., Array]:
+    def einsum(self, mesh_axes: KernelAxes = ()) -> Callable[..., Array]:
         """The next einsum of a layer with `sparse_matmul=False`.
 
         Args:
-          dtype: the dtype of the computation. None: that of the activations.
           mesh_axes: the logical axes of the right operand. If these are axes of activations, it is
             a mask of tokens, which holds weights of the router. It is multiplied without FP8.
 
@@ -182,8 +177,7 @@ class ExpertsQuantization(nnx.Module):
         is_mask = any(str(name).startswith("activation_") for name in mesh_axes)
 
         def compute(equation: str, x: Array, w: Array, **_: Any) -> Array:
-            to = x.dtype if dtype is None else dtype
-            x, w = x.astype(to), w.astype(to)
+            w = w.astype(x.dtype)
             if is_mask:
                 return jnp.einsum(equation, x, w)
             number, self.called = self.called, (self.called + 1) % self.matmuls

@@ -80,13 +80,8 @@ class MatmulState:
         return f"MatmulState of {names}{which}: {', '.join(leaves)}"
 
 
-# Names of the states of matmuls that code of a converted model computes with its parameters.
-
-OF_PARAMETER = "fp8_of_"
-"""In linen, before the name of the parameter. The state is a sibling of the parameter."""
 OF_READ_MATMULS = "fp8_matmuls"
-"""In nnx, the attribute of the model that holds them, by the path of the parameter."""
-
+"""The attribute of an nnx model with the matmuls of its own code, by the path of the parameter."""
 LEAVES = ("scale", "amax_history", "nonfinite_steps", "fingerprint")
 """The arrays of a state between steps. A checkpoint saves these."""
 

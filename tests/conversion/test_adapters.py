@@ -183,6 +183,8 @@ def test_other_uses_of_a_weight_in_fp8_are_refused():
     for name, use in uses.items():
         with pytest.raises(TypeError, match=rf"QuantizedWeight.* into '{name}'.*\(path, None\)"):
             converted(use)(X)
+    with pytest.raises(TypeError, match=r"into its result\..*\(path, None\)"):
+        converted(lambda x, w: (x @ w, w))(X)
     cast = lambda x, w: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
     with pytest.raises(TypeError, match=r"dtype=jnp\.bfloat16"):
         converted(cast)(X)
