@@ -6,7 +6,11 @@ by `python -m jaxfp8.plugs.levanter`, with another `model.type`.
 
 from _client import Client, Row
 
-TRAIN = "levanter.main.train_lm"
+TRAIN, EXPORT = "levanter.main.train_lm", "levanter.main.export_lm_to_hf"
+SIZES = (
+    "max_seq_len=128 hidden_dim=256 intermediate_dim=512 num_layers=2 num_heads=4 num_kv_heads=4 "
+    "reference_checkpoint={scratch}/run"
+)
 FILES = ("{here}/levanter_files.py", "{scratch}/run")
 CONFIG = ("--config_path", "{scratch}/run/levanter.yaml")
 THREE = ("delayed", "current", "blockwise")
@@ -14,6 +18,7 @@ EXPERTS = (
     "--model.num_experts_per_tok", "2", "--model.num_experts", "4",
     "--model.moe_intermediate_dim", "256", "--model.head_dim", "64",
 )  # fmt: skip
+EXPORTED = "read from an exported file"
 ITS_OWN = {
     "bfloat16": (),
     "its fp8": ("--trainer.quantization.fp8", "true"),
@@ -44,6 +49,26 @@ def resumed(recipe: str) -> Row:
     return row("resumed", recipe, setup=(first,), like=("1 device", recipe), losses=5)
 
 
+def read_back(name: str, exporter: str, **fields) -> Row:
+    """4 steps, a file for Hugging Face of them, and 8 steps of a model that reads this file."""
+    model = ("--model.type", "llama")
+    command = ("-m", EXPORT)
+    if exporter == "jaxfp8":
+        model = ("--model.type", "jaxfp8_llama", "--model.recipe", "delayed")
+        command = ("-m", "jaxfp8.plugs.levanter", EXPORT)
+    sizes = (f"--model.{size}" for size in SIZES.split())
+    written = (
+        *command, "--checkpoint_path", "{scratch}/run/checkpoints/run", "--output_dir",
+        "{scratch}/run/hf", "--tokenizer", "{scratch}/run", *model, *sizes,
+        "--trainer.require_accelerator=false",
+    )  # fmt: skip
+    return row(
+        name, "delayed", "--initialize_from_hf", "{scratch}/run/hf",
+        "--trainer.checkpointer.base_path", "{scratch}/run/second",
+        setup=(train("delayed", "--trainer.num_train_steps", "4"), written), **fields,
+    )  # fmt: skip
+
+
 def microbatches(recipe: str, **fields) -> Row:
     return row("microbatches of 4", recipe, "--trainer.per_device_parallelism", "4", **fields)
 
@@ -65,6 +90,8 @@ CLIENT = Client(
         *(row("1 device", recipe) for recipe in ITS_OWN),
         *(row("1 device", recipe) for recipe in (*THREE, "rowwise", "mxfp8")),
         *(resumed(recipe) for recipe in THREE),
+        read_back(EXPORTED, "jaxfp8"),
+        read_back(f"{EXPORTED} by levanter alone", "levanter", like=(EXPORTED, "delayed")),
         *(row("4 devices", recipe, devices=4) for recipe in ("bfloat16", *THREE)),
         # The recipe identity() is a control: no FP8, and sums of experts in float32.
         *(
