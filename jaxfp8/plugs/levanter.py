@@ -114,11 +114,11 @@ def _initialize(trainer: Any, initialize: Any, recipe: str) -> None:
         )
 
 
-def _quantized_config(name: str, config: type) -> type:
+def _quantized_config(name: str, config: Any) -> type:
     """A subclass of the config of a model, whose models have FP8."""
 
     def model_type(given: Any) -> type:
-        return _quantized_model(config.model_type.fget(given))  # type: ignore[attr-defined]
+        return _quantized_model(config.model_type.fget(given))
 
     def from_hf_config(kind: type, hf_config: Any) -> Any:
         raise ValueError(
@@ -151,7 +151,7 @@ def _quantized_config(name: str, config: type) -> type:
 
 
 @functools.cache
-def _quantized_model(model: type) -> type:
+def _quantized_model(model: Any) -> type:
     """A subclass of a model whose `init` quantizes.
 
     levanter makes models by `init`, also when it reads files of Hugging Face.
@@ -161,7 +161,7 @@ def _quantized_model(model: type) -> type:
         @classmethod
         def init(cls, Vocab: Any, config: Any, *, key: Any) -> Any:
             recipe: Recipe = parse(config.recipe)
-            made = model.init(Vocab, config, key=key)  # type: ignore[attr-defined]
+            made = model.init(Vocab, config, key=key)
             return quantize_linear_layers(made, recipe, targets=config.targets)
 
     return Quantized
