@@ -17,6 +17,7 @@ OF_QUANTIZATION["qwix"] = ("quantization=fp8_full", "use_qwix_quantization=true"
 OF_QUANTIZATION |= {n: (f"quantization=jaxfp8_{n}",) for n in ("identity", *RECIPES)}
 ALL = tuple(OF_QUANTIZATION)
 WITHOUT_ITS = tuple(name for name in ALL if name != "its fp8")
+PLAIN = ("bfloat16", "identity", *RECIPES)
 FEW = ("bfloat16", "identity", "qwix", "delayed", "blockwise")
 
 FSDP = ("ici_fsdp_parallelism=4",)
@@ -136,11 +137,10 @@ CLIENT = Client(
         ),
         *rows("DeepSeek, dense experts", ("bfloat16", "delayed"), *DEEPSEEK, *DENSE),
         *rows("dense experts of a capacity", ("bfloat16", "delayed"), *MIXTRAL, *CAPACITY),
-        *rows(
-            "4 devices, FSDP, layers apart", ("bfloat16", "delayed", "blockwise"),
-            *FSDP, *APART, devices=4,
-        ),
+        *rows("4 devices, FSDP, layers apart", PLAIN, *FSDP, *APART, devices=4),
         *rows("1 device", ALL),
+        *rows("1 device, layers apart", PLAIN, *APART),
+        *rows("4 devices, FSDP and tensor, layers apart", PLAIN, *FSDP_TENSOR, *APART, devices=4),
         *rows("remat minimal_with_quantization", ("delayed", "blockwise"),
               "remat_policy=minimal_with_quantization"),
         *rows("remat save_dot_except_mlpwi", ("delayed",), "remat_policy=save_dot_except_mlpwi"),
