@@ -72,6 +72,7 @@ class Client:
       loss_file: a file that the command writes, which has more digits than its output. Its losses
         are read. None: those of the output.
       losses: how many losses each row prints.
+      prints: a name for other numbers in the output, and a regular expression whose group 1 is one.
       program: a regular expression for the name of the XLA module of the train step.
       rows: what is run.
       lines: statements and lines of config that a user writes, with: jaxfp8, its own FP8, qwix.
@@ -89,6 +90,7 @@ class Client:
     loss: str
     loss_file: str | None = None
     losses: int
+    prints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     program: str
     rows: tuple[Row, ...]
     lines: Mapping[str, str] = dataclasses.field(default_factory=dict)

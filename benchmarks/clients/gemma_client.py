@@ -48,7 +48,7 @@ CLIENT = Client(
     program="jit_step",
     rows=(
         *rows(LORA, ("bfloat16", "qwix", *RECIPES)),
-        *rows(ALL, ("bfloat16", "qwix", *RECIPES)),
+        *rows(ALL, ("bfloat16", "qwix", "identity", *RECIPES)),
         # Keys of Kauldron do not pass from one `init` into another.
         *rows(CONVERTED, ("current",), FIRST, refuses="First argument passed to an init function"),
     ),

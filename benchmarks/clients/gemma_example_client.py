@@ -15,6 +15,7 @@ SIZES = (
 )
 NNX = ("--config.use_nnx_transforms=all",)
 FOUR = (*NNX, "--config.per_device_batch_size=1", "--config.eval_per_device_batch_size=1")
+FSDP = "nnx transforms, 4 devices, FSDP"
 RESUMED = "nnx transforms, resumed after step 4"
 WRITTEN = ("--config.num_train_steps=4",)
 
@@ -26,18 +27,14 @@ CLIENT = example(
     SIZES,
     title="gemma of flax 18f8f31 (2 layers of 256)",
     loss=r"Loss: ([\d.]+)",
-    program="jit__unnamed_function",
+    program="jit_(_unnamed_function|jax_train_step)",  # of nnx.jit, or of jax.jit
     rows=(
         *rows("nnx transforms", ("bfloat16", *RECIPES), arguments=NNX),
         *rows("nnx transforms", ("qwix",), arguments=NNX, refuses="ShardingTypeError"),
         *rows("jax transforms", ("bfloat16", "current", "blockwise")),
         *rows("jax transforms", ("delayed",), refuses="UncollectedStateError"),
-        *rows(
-            "nnx transforms, 4 devices, FSDP",
-            ("bfloat16", "delayed", "blockwise"),
-            arguments=FOUR,
-            devices=4,
-        ),
+        *rows(FSDP, ("bfloat16", "delayed"), arguments=FOUR, devices=4),
+        *rows(FSDP, ("blockwise",), arguments=FOUR, devices=4, refuses="cuts tiles of 128"),
         *rows(RESUMED, ("bfloat16", "delayed"), arguments=NNX, setup=(WRITTEN,), losses=2),
     ),
     lines={"jaxfp8": "4, with state 6", "own FP8": "none", "qwix": "6"},

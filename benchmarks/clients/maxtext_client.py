@@ -141,7 +141,7 @@ CLIENT = Client(
         *rows("1 device", ALL),
         *rows("1 device, layers apart", PLAIN, *APART),
         *rows("4 devices, FSDP and tensor, layers apart", PLAIN, *FSDP_TENSOR, *APART, devices=4),
-        *rows("remat minimal_with_quantization", ("delayed", "blockwise"),
+        *rows("remat minimal_with_quantization", ("bfloat16", "identity", "delayed", "blockwise"),
               "remat_policy=minimal_with_quantization"),
         *rows("remat save_dot_except_mlpwi", ("delayed",), "remat_policy=save_dot_except_mlpwi"),
     ),

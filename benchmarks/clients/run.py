@@ -114,6 +114,9 @@ def run(client: Client, row: Row, python: Path, checkout: Path, log: Path) -> di
         read = written.read_text() if written and written.exists() else "" if written else text
         losses = [float(loss) for loss in re.findall(client.loss, read)]
         result: dict[str, Any] = {"losses": losses, "seconds": seconds}
+        for name, number in client.prints.items():
+            if numbers := re.findall(number, text):
+                result[name] = [float(each) for each in numbers]
         if row.refuses is not None:
             refused = ran.returncode and re.search(row.refuses, text)
             if not refused:

@@ -89,6 +89,11 @@ CLIENT = Client(
     command=("{here}/tunix_train.py",),
     loss=r"(?m)^step \d+ loss (\S+)",
     losses=6,
+    prints={
+        "rewards": r"(?m)^reward (\S+)",
+        "trained_parameters": r"(?m)^trained parameters: (\d+) of ",
+        "bytes": r"(?m)^bytes of the model: (\d+)",
+    },
     program=".*train_step.*",
     rows=(*full(), *resumed(), *experts(), *adapters(), *grpo()),
     lines={"jaxfp8": "1", "qwix": "2", "FP8Trainer, for recipes with state": "6"},

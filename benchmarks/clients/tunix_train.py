@@ -9,6 +9,7 @@ random walks, so that a model learns something in few steps. It prints the loss 
 """
 
 import argparse
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -220,8 +221,8 @@ def reinforced(actor, reference, mesh, given):
     learner.train({"prompts": each} for each in prompts)
     trained = jax.tree.leaves(nnx.state(cluster.actor_trainer.model, nnx.Param))
     sampled = jax.tree.leaves(nnx.state(cluster.rollout.model(), nnx.Param))
-    same = all(map(np.array_equal, trained, sampled))
-    print(f"the rollout has the weights of the actor: {same}")
+    if not all(map(np.array_equal, trained, sampled)):
+        sys.exit("the rollout has other weights than the actor")
 
 
 def main():

@@ -13,7 +13,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import jaxfp8 as fp8
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "clients"
+ROOT = Path(__file__).parents[2]
+FOLDER, DOCS = ROOT / "benchmarks" / "clients", ROOT / "docs"
 
 
 @pytest.fixture(autouse=True)
@@ -147,3 +148,20 @@ def test_a_client(name):
     assert set(saved["rows"]) <= set(keys)
     assert {of for of, result in saved["rows"].items() if "error" in result} == set()
     assert all(patch().startswith("--- ") for patch in client.patches)
+
+
+PAGES = ("flax-examples", "frameworks", "gemma", "levanter", "maxtext", "tunix")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_series_of_losses_in_docs_are_those_of_runs(page):
+    saved = [json.loads(file.read_text()) for file in (FOLDER / "results").glob("*.json")]
+    runs = [each for one in saved for row in one["rows"].values() for each in row.values()]
+    runs = [each for each in runs if isinstance(each, list)]
+    found = re.findall(r"\d+\.\d{3,5}(?: \d+\.\d{3,5})+", (DOCS / f"{page}.md").read_text())
+    assert found
+    for series in found:
+        digits = len(series.split()[0].split(".")[1])
+        texts = [[f"{round(each, digits) + 0.0:.{digits}f}" for each in run] for run in runs]
+        ends = [f"{text[0]} {text[-1]}" for text in texts]
+        assert series in ends or any(f" {series} " in f" {' '.join(text)} " for text in texts)
