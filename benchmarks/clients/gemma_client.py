@@ -52,5 +52,5 @@ CLIENT = Client(
         # Keys of Kauldron do not pass from one `init` into another.
         *rows(CONVERTED, ("current",), FIRST, refuses="First argument passed to an init function"),
     ),
-    lines={"jaxfp8": "2, with state 18", "own FP8": "none", "qwix": "4"},
+    lines={"jaxfp8": "2, with state 20", "own FP8": "none", "qwix": "4"},
 )

@@ -21,6 +21,7 @@ PACKAGES = (
     "qwix==0.1.8",
     "clu==0.0.12",
     "grain==0.2.18",
+    "importlib_resources==7.1.0",  # tensorflow-datasets reads its configs with it
     "jaxtyping==0.3.11",
     "ml_collections==1.1.0",
     "orbax-checkpoint==0.12.8",
