@@ -39,5 +39,5 @@ CLIENT = Client(
         *(row("1 device", recipe) for recipe in ("bfloat16", "delayed", "current", "blockwise")),
         row("1 device", "its fp8", refuses="Fp8 quantization is only available on H100 GPU"),
     ),
-    lines={"jaxfp8": "4", "its fp8": "2: FP8ConfigModifier", "qwix": "none: flax only"},
+    lines={"jaxfp8": "4, with state 6", "its fp8": "2", "qwix": "none: flax only"},
 )  # fmt: skip

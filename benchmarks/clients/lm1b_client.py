@@ -90,5 +90,5 @@ CLIENT = example(
         *rows(DEVICES, ("bfloat16", "delayed", "blockwise"), arguments=FOUR, devices=4),
         *rows(RESUMED, ("bfloat16", "delayed", "blockwise"), setup=(WRITTEN,), losses=2),
     ),
-    lines={"jaxfp8": "6, with state 10", "own FP8": "none", "qwix": "5"},
+    lines={"jaxfp8": "8, with state 12", "own FP8": "none", "qwix": "5"},
 )

@@ -17,13 +17,15 @@ OF_QUANTIZATION["qwix"] = ("quantization=fp8_full", "use_qwix_quantization=true"
 OF_QUANTIZATION |= {n: (f"quantization=jaxfp8_{n}",) for n in ("identity", *RECIPES)}
 ALL = tuple(OF_QUANTIZATION)
 WITHOUT_ITS = tuple(name for name in ALL if name != "its fp8")
-PLAIN = ("bfloat16", "identity", *RECIPES)
+WITHOUT_FP8 = ("bfloat16", "identity")
+PLAIN = (*WITHOUT_FP8, *RECIPES)
 FEW = ("bfloat16", "identity", "qwix", "delayed", "blockwise")
 
 FSDP = ("ici_fsdp_parallelism=4",)
 FSDP_TENSOR = ("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2")
 NARROW = ("base_emb_dim=256",)
 APART = ("scan_layers=false",)
+REMAT = "minimal_with_quantization"
 ACCUMULATE = ("gradient_accumulation_steps=2",)
 # megablox=false: MaxText then calls jax.lax.ragged_dot, as it must for qwix on a CPU. Its own
 # kernel runs there in an interpreter, and takes minutes to compile. jaxfp8 replaces both.
@@ -58,7 +60,7 @@ def rows(name: str, recipes: tuple[str, ...], *arguments: str, devices: int = 1)
 
 
 def resumed(recipe: str) -> list[Row]:
-    """A run of 8 steps, and one that stops after 4 and is continued."""
+    """A run of 8 steps, and one that stops after 5 and is continued."""
     quantization = OF_QUANTIZATION[recipe]
     return [
         Row(
@@ -66,9 +68,23 @@ def resumed(recipe: str) -> list[Row]:
             arguments=("steps=8", "learning_rate_schedule_steps=8", *quantization),
         ),
         Row(
-            name="resumed after step 4", recipe=recipe, losses=3, like=("8 steps", recipe),
+            name="resumed after 5 steps", recipe=recipe, losses=3, like=("8 steps", recipe),
             setup=((*SAVES, "steps=5", *quantization),),
             arguments=(*SAVES, "steps=8", *quantization),
+        ),
+    ]  # fmt: skip
+
+
+def exact() -> list[Row]:
+    """`blockwise` with two remat policies. Without excess precision XLA keeps each rounding."""
+    flags = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_allow_excess_precision=false"}
+    quantization = OF_QUANTIZATION["blockwise"]
+    name = "no excess precision"
+    return [
+        Row(name=name, recipe="blockwise", arguments=quantization, environment=flags),
+        Row(
+            name=f"{name}, {REMAT}", recipe="blockwise", environment=flags,
+            arguments=(f"remat_policy={REMAT}", *quantization), like=(name, "blockwise"),
         ),
     ]  # fmt: skip
 
@@ -124,7 +140,7 @@ CLIENT = Client(
         *rows("sparse experts, megablox", ("delayed",), *MIXTRAL, "megablox=true"),
         refused("4 devices, FSDP, width 256", "blockwise", "cut the tiles", *FSDP, *NARROW),
         refused("sparse experts", "its fp8", "no attribute 'quant_dg'", *MIXTRAL),
-        *rows("gradient accumulation", ("bfloat16", "delayed", "blockwise"), *ACCUMULATE),
+        *rows("gradient accumulation", (*WITHOUT_FP8, "delayed", "blockwise"), *ACCUMULATE),
         refused("gradient accumulation", "its fp8", "not compatible with gradient", *ACCUMULATE),
         *resumed("delayed"),
         *resumed("blockwise"),
@@ -132,18 +148,20 @@ CLIENT = Client(
         *rows("dense experts", FEW, *MIXTRAL, *DENSE),
         *rows("4 devices, FSDP and tensor", ALL, *FSDP_TENSOR, devices=4),
         *rows(
-            "4 devices, FSDP and tensor, sparse experts", ("bfloat16", "delayed", "blockwise"),
+            "4 devices, FSDP and tensor, sparse experts",
+            (*WITHOUT_FP8, "delayed", "blockwise"),
             *MIXTRAL, *FSDP_TENSOR, devices=4,
         ),
-        *rows("DeepSeek, dense experts", ("bfloat16", "delayed"), *DEEPSEEK, *DENSE),
-        *rows("dense experts of a capacity", ("bfloat16", "delayed"), *MIXTRAL, *CAPACITY),
+        *rows("DeepSeek, dense experts", (*WITHOUT_FP8, "delayed"), *DEEPSEEK, *DENSE),
+        *rows("dense experts of a capacity", (*WITHOUT_FP8, "delayed"), *MIXTRAL, *CAPACITY),
         *rows("4 devices, FSDP, layers apart", PLAIN, *FSDP, *APART, devices=4),
         *rows("1 device", ALL),
         *rows("1 device, layers apart", PLAIN, *APART),
         *rows("4 devices, FSDP and tensor, layers apart", PLAIN, *FSDP_TENSOR, *APART, devices=4),
-        *rows("remat minimal_with_quantization", ("bfloat16", "identity", "delayed", "blockwise"),
-              "remat_policy=minimal_with_quantization"),
+        *rows(f"remat {REMAT}", (*WITHOUT_FP8, "delayed", "blockwise"),
+              f"remat_policy={REMAT}"),
         *rows("remat save_dot_except_mlpwi", ("delayed",), "remat_policy=save_dot_except_mlpwi"),
+        *exact(),
     ),
     lines={"jaxfp8": "1, after a patch", "its fp8": "1 (fp8)", "qwix": "2"},
 )  # fmt: skip

@@ -1,15 +1,16 @@
-"""Runs the own command of a framework with each recipe, and compares losses with bfloat16's.
+"""Runs a framework's own command with each recipe, and compares its losses with bfloat16's.
 
     python benchmarks/clients/run.py tunix --python ENVIRONMENT/bin/python
     python benchmarks/clients/run.py maxtext --python ... --checkout FOLDER --rows fsdp
     nox -s clients -- tunix maxtext --checkout maxtext=FOLDER    # makes the environments, too
 
-Each row is a process of its own, with random data, on CPU devices. What it prints is read: the loss
-of each step. Its train step is dumped by XLA, and the matmuls that read FP8 are counted. Results go
-to results/CLIENT.json, with the day and the versions of each row. Rows that were not run this time
-keep their results. A row fails if the command fails or prints too few losses, if losses are not
-those that the row says or differ by a tenth from bfloat16's, if no matmul reads FP8, or if a
-refusal does not come. Then the exit status is 1.
+Each row is a process of its own, with random data, on CPU devices. The losses are read from what it
+prints, or from a file that it writes. XLA dumps its train step, and the matmuls that read FP8 are
+counted. Results go to results/CLIENT.json, with the day and the versions of each row. Rows that
+were not run this time keep their results. A row fails if the command fails or takes 15 minutes, if
+it gives too few losses, or if the last one differs by a tenth from bfloat16's. It also fails if a
+resumed run has other losses than the whole run, if no matmul reads FP8, or if a refusal does not
+come. Then the exit status is 1.
 """
 
 import argparse
@@ -205,7 +206,8 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, help="a folder that keeps what each row printed")
     given = parser.parse_args()
     client: Client = importlib.import_module(f"{given.client}_client").CLIENT
-    chosen = [row for row in client.rows if re.search(given.rows, key(row.name, row.recipe))]
+    matches = re.compile(given.rows, re.IGNORECASE).search
+    chosen = [row for row in client.rows if matches(key(row.name, row.recipe))]
     if given.list or not chosen:
         print("\n".join(key(row.name, row.recipe) for row in chosen or client.rows))
         sys.exit(not chosen)
