@@ -26,6 +26,7 @@ CLIENT = Client(
     python="3.12",
     packages=(
         *PACKAGES,
+        "chex==0.1.92",
         "immutabledict==4.3.1",
         "lark==1.3.1",
         "dialog==1.1.0",
