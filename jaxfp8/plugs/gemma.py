@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn, Unpack
 import flax.linen as nn
 import jax
 from flax.core.scope import in_filter
+from flax.linen import module as linen_module
 
 from jaxfp8._check import check_type
 from jaxfp8._typing import PyTree
@@ -32,12 +33,11 @@ from jaxfp8.recipes._recipe import Recipe
 # What is entered: pairs of a policy and the paths of parameters, the outermost context first. It is
 # a part of the keys of jax.jit's cache, so that a program is not used in another context.
 _entered: Any = jax.make_user_context(())
-_ALL = ".*"
 
 
 @contextlib.contextmanager
 def interceptor(
-    recipe: Recipe, paths: str = _ALL, **options: Unpack[LayerOptions]
+    recipe: Recipe, paths: str | None = None, **options: Unpack[LayerOptions]
 ) -> Iterator[None]:
     """A context in which models of gemma compute in FP8. It replaces `peft.ModuleInterceptor`.
 
@@ -48,8 +48,8 @@ def interceptor(
     Args:
       recipe: which quantizer for which operand.
       paths: which matmuls, as a regular expression for the whole path of their parameter, or of its
-        module ("layer_0/mlp/linear"). By default all but heads, routers and lookups, as
-        `fp8.convert` finds them.
+        module ("layer_0/mlp/linear"). None: all but heads, routers and lookups, as `fp8.convert`
+        finds them.
       **options: `reduce_axes`, `x_shard`, `w_shard`, `y_shard`, `kernels`, `state_channel`,
         `save_original`; see `fp8.dot_general`.
 
@@ -58,8 +58,8 @@ def interceptor(
 
     Raises:
       TypeError: if `recipe` is not a Recipe, if `paths` is no string, or if an option is unknown.
-      ValueError: if the recipe needs keys. When the context ends, if models ran in it, and `paths`
-        matches none of their matmuls.
+      ValueError: if the recipe needs keys, or inside of another interceptor of flax. When the
+        context ends, if models ran in it, and `paths` matches none of their matmuls.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -71,9 +71,17 @@ def interceptor(
       ['_overwrite_with_gradient', 'params']
     """
     policy = Policy.of("jaxfp8.plugs.gemma.interceptor", recipe, options)
-    check_type("paths", paths, str, "a regular expression, for instance 'layer_.*'")
-    plan = Plan(recipe=recipe, keep=KEPT if paths == _ALL else (), options=policy.pairs)
-    context = _Context(plan, re.compile(paths), set(), set())
+    if paths is not None:
+        check_type("paths", paths, str, "a regular expression, for instance 'layer_.*'")
+    others = [each for each in linen_module._global_interceptor_stack if each is not _intercept]
+    if others:  # the outermost module is called inside of them, and once more by `_intercept`
+        raise ValueError(
+            f"jaxfp8.plugs.gemma.interceptor was entered inside of flax's interceptors {others}, "
+            "which would run twice on the outermost module. Enter interceptor(recipe) first, and "
+            "nn.intercept_methods inside of it."
+        )
+    plan = Plan(recipe=recipe, keep=KEPT if paths is None else (), options=policy.pairs)
+    context = _Context(plan, re.compile(".*" if paths is None else paths), set(), set())
     token = _contexts.set((*_contexts.get(), context))
     try:
         with _entered((*_entered.value, (policy, paths))), nn.intercept_methods(_intercept):
@@ -110,7 +118,8 @@ _contexts = contextvars.ContextVar[tuple[_Context, ...]]("_contexts", default=()
 def _intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
     contexts, module = _contexts.get(), context.module
     method = _method_of(module, context.orig_method.func) if contexts else None
-    if method is None or module.scope is None:
+    # `setup` must set its attributes on this module, and not on a copy.
+    if method is None or module.scope is None or context.method_name == "setup":
         return next_fun(*args, **kwargs)
 
     def decide(blocks: frozenset[str], layer: Layer, tables: Collection[int]) -> Decision:

@@ -283,7 +283,7 @@ def _operations() -> tuple[type, type]:
         ) -> Array:
             _check_one_backward_pass(self.policy)
             return dot_general(
-                lhs.astype(rhs.dtype), rhs, dimension_numbers, precision, preferred_element_type,
+                lhs, rhs, dimension_numbers, precision, preferred_element_type,
                 recipe=self.policy.recipe, state=self.state, **self.policy.options,
             )  # fmt: skip
 
@@ -291,9 +291,13 @@ def _operations() -> tuple[type, type]:
         def __call__(self, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
             _check_one_backward_pass(self.policy)
             return ragged_dot(
-                lhs.astype(rhs.dtype), rhs, group_sizes, recipe=self.policy.recipe,
-                state=self.state, **self.policy.options,
-            )  # fmt: skip
+                lhs,
+                rhs,
+                group_sizes,
+                recipe=self.policy.recipe,
+                state=self.state,
+                **self.policy.options,
+            )
 
     return FP8DotGeneralOp, FP8RaggedDotOp
 

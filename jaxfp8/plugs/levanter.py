@@ -104,11 +104,12 @@ def _initialize(trainer: Any, initialize: Any, recipe: str) -> None:
     Only then levanter knows how many devices there are.
     """
     initialize()
-    size = trainer.microbatch_size
-    if size is not None and size < trainer.train_batch_size:
+    size, batch = trainer.microbatch_size, trainer.train_batch_size
+    sizes = [batch] if isinstance(batch, int) else [each.value for each in batch]  # or a schedule
+    if size is not None and size < max(sizes):
         raise FP8StateError(
             f"per_device_parallelism={trainer.per_device_parallelism} splits train_batch_size="
-            f"{trainer.train_batch_size} into microbatches of {size}, but recipe {recipe!r} has "
+            f"{batch} into microbatches of {size}, but recipe {recipe!r} has "
             "quantizer state, of which levanter would keep a part. Set per_device_parallelism: -1, "
             "or take a recipe without state, such as current."
         )

@@ -119,11 +119,30 @@ def test_has_the_bits_of_the_op(name):
     assert_same_bits(y, fp8.dot(x, w, recipe=recipe, state=state))
 
 
-def test_paths():
-    x = jnp.ones((4, 128))
-    with interceptor(fp8.recipes.delayed(), paths="head"):
-        variables = jax.eval_shape(Net().init, jax.random.key(0), x)
-    assert list(variables[COLLECTION]) == ["head"]
+@pytest.mark.parametrize(
+    ("paths", "found"), [("head", {"head"}), (None, {"mlp"}), (".*", {"head", "mlp"})]
+)
+def test_paths(paths, found):
+    with interceptor(fp8.recipes.delayed(), paths=paths):
+        variables = jax.eval_shape(Small().init, jax.random.key(0), jnp.ones((4, 128)))
+    assert set(variables[COLLECTION]) == found
+
+
+class Parts(nn.Module):
+    def setup(self):
+        self.up, self.down = nn.Dense(64), nn.Dense(32)
+
+    def __call__(self, x):
+        return self.down(nn.relu(self.up(x)))
+
+
+def test_a_function_as_the_method_of_a_model_with_setup():
+    model, x = Parts(), jax.random.normal(jax.random.key(1), (8, 32))
+    variables = model.init(jax.random.key(0), x)
+    with interceptor(fp8.recipes.current()):
+        got = model.apply(variables, x, method=lambda model, x: model.up(x))
+    kernel = variables["params"]["up"]["kernel"]  # its bias is 0
+    assert_same_bits(got, fp8.dot(x, kernel, recipe=fp8.recipes.current()))
 
 
 def test_paths_that_match_nothing():
@@ -242,7 +261,16 @@ def enter(recipe, **options):
         pass
 
 
+def inside_of_another():
+    with nn.intercept_methods(lambda run, args, kwargs, context: run(*args, **kwargs)):
+        enter(fp8.recipes.current())
+
+
 MESSAGES = {
+    "another interceptor": Message(
+        ValueError, inside_of_another, "inside_of_another", "twice",
+        "Enter interceptor(recipe) first",
+    ),
     "a recipe": Message(
         TypeError, lambda: enter("current"), "'current'", "Recipe",
         "fp8.recipes.current()",

@@ -3,6 +3,7 @@
 import warnings
 
 import jax
+import numpy as np
 import optax
 import pytest
 from messages import Message, check
@@ -137,6 +138,18 @@ class Mixture(eqx.Module):
     def init(*, key, **options):
         up = hnn.MoELinear.init(EXPERTS, IN, OUT, key=key, use_bias=False, **options)
         return Mixture(hnn.Linear.init(IN, EXPERTS, key=key), up)
+
+
+def test_tokens_of_a_wider_dtype_are_not_rounded():
+    """haliax' layers promote both operands: the weights to float32 here."""
+    layer = Mixture.init(key=jax.random.key(0))
+    layer = jax.tree.map(lambda leaf: leaf.astype(jax.numpy.bfloat16), layer)
+    x = hax.random.normal(jax.random.key(1), (TOKENS, IN))
+    sizes = hax.named(jax.numpy.array([5, 0, 9]), EXPERTS)
+    model = plug.quantize_linear_layers(layer, fp8.recipes.identity(), targets=".*")
+    for got, want in ((model.gate(x), layer.gate(x)), (model.up(x, sizes), layer.up(x, sizes))):
+        assert got.dtype == want.dtype == jax.numpy.float32
+        np.testing.assert_allclose(got.array, want.array, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("out_first", [False, True])

@@ -16,6 +16,7 @@ with warnings.catch_warnings():
     import haliax as hax
     import jax
     from levanter.models.lm_model import LmConfig
+    from levanter.schedule import ScheduleStep
 
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
@@ -76,7 +77,7 @@ class Trainer:
 
     quantization: object = None
     per_device_parallelism: int = -1
-    train_batch_size: int = 8
+    train_batch_size: object = 8
     microbatch_size: int | None = None
 
     def initialize(self):
@@ -92,16 +93,21 @@ def checked(recipe="delayed", kind="llama", **fields):
     trainer.initialize()
 
 
+BATCHES = {"fixed": 8, "scheduled": [ScheduleStep(0, 4), ScheduleStep(10, 8)]}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize(
     ("recipe", "parallelism"), [("delayed", -1), ("delayed", 4), ("current", 2)]
 )
-def test_batches_of_one_piece_and_recipes_without_state_pass(recipe, parallelism):
-    checked(recipe, per_device_parallelism=parallelism)
+def test_batches_of_one_piece_and_recipes_without_state_pass(recipe, parallelism, batch):
+    checked(recipe, per_device_parallelism=parallelism, train_batch_size=BATCHES[batch])
 
 
-def test_microbatches_with_state_are_refused_at_the_start():
+@pytest.mark.parametrize("batch", BATCHES)
+def test_microbatches_with_state_are_refused_at_the_start(batch):
     with pytest.raises(fp8.FP8StateError, match=r"per_device_parallelism=2 .*8.*4.*'delayed'.*-1"):
-        checked(per_device_parallelism=2)
+        checked(per_device_parallelism=2, train_batch_size=BATCHES[batch])
 
 
 class LoraAdaptorConfig:
