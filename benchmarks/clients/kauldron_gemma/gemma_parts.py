@@ -19,8 +19,6 @@ CONFIG = _config.TransformerConfig(
     attention_types=(_modules.AttentionType.LOCAL_SLIDING, _modules.AttentionType.GLOBAL),
     use_post_attn_norm=True, use_post_ffw_norm=True, transpose_gating_einsum=True,
 )  # fmt: skip
-ADAPTERS = (".*/lora/.*", None)
-"""A rule: adapters stay in bfloat16."""
 
 
 class SmallGemma(_transformer.Transformer):
@@ -69,10 +67,7 @@ def in_fp8(model: nn.Module, recipe: str) -> nn.Module:
         )  # fmt: skip
         return qwix.quantize_model(model, qwix.QtProvider([rule]))
     tokens = jnp.ones((4, LENGTH), jnp.int32)
-    rules = (ADAPTERS,) if isinstance(model, gm.nn.LoRA) else ()
-    converted, coverage = fp8.convert(
-        model, fp8.recipes.parse(recipe), inputs=(tokens,), rules=rules
-    )
+    converted, coverage = fp8.convert(model, fp8.recipes.parse(recipe), inputs=(tokens,))
     print(coverage)
     return converted
 
