@@ -24,6 +24,7 @@ CLIENT = Client(
         "tensorstore==0.1.86", "toml==0.10.2", "typing-extensions==4.16.0", "scipy==1.18.1",
         "seqio==0.0.20", "sentencepiece==0.2.0", "aqtp==0.9.0", "flax==0.12.8",
         "prefixed==0.9.0", "grain==0.2.18", "pydantic==2.14.4", "qwix==0.1.8", "jaxtyping==0.3.11",
+        "fire==0.7.1",
     ),
     alone=("tokamax==0.0.15", "einshape==1.0", "xprof==2.24.2"),  # xprof wants another protobuf
     checkout="apple/axlearn 34aed43c",
