@@ -291,13 +291,9 @@ def _operations() -> tuple[type, type]:
         def __call__(self, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
             _check_one_backward_pass(self.policy)
             return ragged_dot(
-                lhs,
-                rhs,
-                group_sizes,
-                recipe=self.policy.recipe,
-                state=self.state,
+                lhs, rhs, group_sizes, recipe=self.policy.recipe, state=self.state,
                 **self.policy.options,
-            )
+            )  # fmt: skip
 
     return FP8DotGeneralOp, FP8RaggedDotOp
 
