@@ -18,6 +18,9 @@ os.environ.setdefault("JAX_ENABLE_X64", "0")
 # Lets the CUDA plugin register without a driver, so that tests/deviceless can compile for a GPU
 # that is not there.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+# Lets libtpu compile for a TPU that is not there (tests/tpu). Otherwise it asks the network what
+# machine this is, for minutes.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 # jax-triton checks kernels with the first ptxas on PATH; that of the CUDA wheels knows what it
 # writes.
 if (wheels := importlib.util.find_spec("nvidia")) is not None:
@@ -141,6 +144,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         and importlib.util.find_spec("jax_cuda13_plugin") is None
     ):
         pytest.skip("needs the CUDA wheels, not a GPU: pip install 'jax[cuda13]'")
+    if item.get_closest_marker("tpu") and importlib.util.find_spec("libtpu") is None:
+        pytest.skip("needs libtpu, not a TPU: pip install 'jaxfp8[tpu]'")
 
 
 MOST_BYTES = 2**30

@@ -18,6 +18,7 @@ from jaxfp8.kernels.scaled_matmul._xla import _converted_factors_of
 from jaxfp8.numerics._amax import amax, magnitude
 from jaxfp8.numerics._exact import (
     divide,
+    divide_in_integers,
     factors_of,
     is_finite,
     times,
@@ -28,7 +29,6 @@ from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.numerics._rounding import _built, _converted, kernel_cast
 from jaxfp8.numerics._scale import (
     ScaleRule,
-    _divide_in_integers,
     encoding_multiplier,
     inverse,
     is_usable,
@@ -70,7 +70,7 @@ def functions(amaxes, values):
         "to_float32": to_float32(values),
     }
     usable = lax.select(is_usable(amaxes), amaxes, jnp.full_like(amaxes, 448))
-    for each in (divide, _divide_in_integers):
+    for each in (divide, divide_in_integers):
         for numerator in (448.0, 0.8):
             found[f"{each.__name__} {numerator}"] = each(numerator, usable)
     for name, format in FORMATS.items():
@@ -101,7 +101,7 @@ def expected():
         "magnitude": np.where(np.isnan(VALUES), np.inf, np.abs(VALUES)).astype(np.float32),
         "to_float32": oracle.to_float32(VALUES),
     }
-    for name in ("divide", "_divide_in_integers"):
+    for name in ("divide", "divide_in_integers"):
         found[f"{name} 448.0"] = clipped(448 / denominators)
         found[f"{name} 0.8"] = clipped(np.float64(np.float32(0.8)) / denominators)
     for name in FORMATS:

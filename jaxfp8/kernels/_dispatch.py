@@ -268,19 +268,25 @@ class Chip:
       platform: jax's platform name.
       family: the name of its architecture, as messages write it. Kernels are written for a family.
       compute_capability: (major, minor) of an NVIDIA GPU; None for other chips.
+      kind: what jax calls a TPU (`device_kind`); empty for other chips.
     """
 
     name: str
     platform: Literal["cpu", "cuda", "rocm", "tpu"]
     family: str
     compute_capability: tuple[int, int] | None = None
+    kind: str = ""
 
     @property
     def fp8_matmul(self) -> bool:
-        """Whether XLA can multiply FP8 in the hardware of this chip."""
+        """Whether XLA can multiply E4M3 in the hardware of this chip."""
         # cuBLASLt multiplies FP8 from compute capability 8.9 on (cuBLAS documentation, "8-bit
-        # floating point"). ROCm and TPU have FP8 units, too. But nothing here was compiled or run
-        # for them, so they take the portable path.
+        # floating point"). ROCm has FP8 units, too. But nothing here was compiled or run for it, so
+        # it takes the portable path. Of TPUs before 7x, XLA widens E4M3 inside of the matmul. Their
+        # matrix units read E5M2 (the compiler's instruction is `vmatmul.f8e5m2.bf16`), but no
+        # preset multiplies two operands in E5M2, and data sheets give no rate.
+        if self.platform == "tpu":
+            return self.family == "Ironwood"
         return self.compute_capability is not None and self.compute_capability >= (8, 9)
 
 
@@ -295,13 +301,22 @@ CHIPS = {
         Chip("h200", "cuda", "Hopper", (9, 0)),
         Chip("b200", "cuda", "Blackwell", (10, 0)),
         Chip("mi300x", "rocm", "CDNA 3"),
-        Chip("tpu", "tpu", "TPU"),
+        Chip("tpu7x", "tpu", "Ironwood", kind="TPU7x"),
+        Chip("v6e", "tpu", "Trillium", kind="TPU v6 lite"),
+        Chip("v5p", "tpu", "TPU v5p", kind="TPU v5"),
+        Chip("v5e", "tpu", "TPU v5e", kind="TPU v5 lite"),
     )
 }
 
 
 def chip_named(name: str) -> Chip:
     """The chip with this name. ValueError for a name that is not in `CHIPS`."""
+    if name == "tpu":
+        tpus = ", ".join(repr(chip.name) for chip in CHIPS.values() if chip.platform == "tpu")
+        raise ValueError(
+            f"chip='tpu' names no chip: generations of TPUs differ in what they multiply. Use one "
+            f"of {tpus}, or leave the chip out."
+        )
     check_one_of("chip", name, sorted(CHIPS))
     return CHIPS[name]
 

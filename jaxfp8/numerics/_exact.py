@@ -3,16 +3,17 @@
 No float32 division can be trusted. On NVIDIA GPUs, XLA compiles it to `div.full.f32`, which is not
 correctly rounded. On CPUs, XLA replaces the division by a constant, and by a broadcast scalar, by a
 multiplication by the inverse: 2 units in the last place off, and inf above 8.5e37. There it also
-rewrites `1 / (448 / amax)`. So there are two exact ways:
+rewrites `1 / (448 / amax)`. TPUs multiply by an approximate inverse. So there are two exact ways,
+with the same bits:
 
-- `divide` divides in float64, and rounds to float32. It may be rewritten, and stays exact.
-- `_divide_in_integers` (`_scale.py`) corrects an estimate by integer arithmetic, for kernel
-  languages, which lack float64.
+- CPUs and GPUs divide in float64, and round to float32. That may be rewritten, and stays exact.
+- TPUs and kernel languages have no float64. Integer arithmetic corrects an estimate there.
 
 References:
   Figueroa, When is double rounding innocuous?, SIGNUM Newsletter 30(3), 1995.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -79,9 +80,24 @@ def constant_like(x: Array, value: float) -> Array:
 def divide(numerator: float, denominator: Array, *, clamped: bool = True) -> Array:
     """`numerator / denominator`, correctly rounded and clamped to [2^-126, 2^126].
 
-    The denominators [...] are positive, finite and normal. The clamp keeps both the quotient and
-    its inverse normal numbers. Without it, the quotient must be in range, or is inf or NaN.
+    The denominators [...] are positive, finite and normal, or NaN. The clamp keeps both the
+    quotient and its inverse normal numbers. `clamped=False` saves it where the quotient is in
+    range.
     """
+
+    def in_integers(denominator: Array) -> Array:
+        quotient = divide_in_integers(numerator, denominator)
+        return lax.select(denominator == denominator, quotient, denominator)  # NaN stays NaN
+
+    quotient: Array = lax.platform_dependent(
+        denominator,
+        tpu=in_integers,
+        default=functools.partial(_divide_in_float64, numerator, clamped=clamped),
+    )
+    return quotient
+
+
+def _divide_in_float64(numerator: float, denominator: Array, *, clamped: bool) -> Array:
     # The quotient of two significands of 24 bits is a float32, or it is at least 2^-49 of itself
     # away from every number of 25 bits, where rounding to float32 changes its result. A float64
     # quotient is off by 2^-53 of itself, and by at most 2^-51 if a compiler multiplies by the
@@ -97,6 +113,64 @@ def divide(numerator: float, denominator: Array, *, clamped: bool = True) -> Arr
             constant_like(wide, top) / wide, exponent_bits=8, mantissa_bits=23
         )
         return lax.convert_element_type(rounded, np.float32)
+
+
+# A bound of the error of the estimate, in units in the last place. `div.full.f32` is off by at most
+# 2 (PTX ISA), and a multiplication by an inverse, too. The inverse of a TPU is not documented.
+# Its compiler adds no step to that of v6e and 7x, and one step of Newton's to that of v5e and v5p.
+# So 6 bits of 24 are left for it. The conversion to an integer drops less than 1.
+_SLACK = 32
+
+
+# jit compiles these forty operations as one. One by one, the first eager call of each shape
+# would take a second.
+@functools.partial(jax.jit, static_argnames="numerator", inline=True)
+def divide_in_integers(numerator: float, denominator: Array) -> Array:
+    """`divide` without float64, always clamped."""
+    # Both significands are integers in [2^23, 2^24). The quotient is
+    # top / bottom * 2^(top_exponent - bottom_exponent).
+    top, top_exponent = np.frexp(np.float32(numerator))
+    top = int(top * 2**24)
+    bits = lax.bitcast_convert_type(denominator, jnp.int32)
+    bottom = (bits & 0x007FFFFF) | 0x00800000
+    bottom_exponent = (bits >> 23) - 126
+
+    # `quotient` is the whole part of top * 2^shift / bottom. With shift 23 or 24 it is in
+    # [2^23, 2^24), so it has the 24 bits of a float32 significand.
+    at_least_1 = top >= bottom
+    dividend = lax.select(
+        at_least_1, *(jnp.full_like(bottom, top * 2.0**shift, jnp.float32) for shift in (23, 24))
+    )
+    # Both operands of the estimate are exact in float32: each has 24 bits. Less the slack, the
+    # estimate is never above the true quotient, and below it by 2 * _SLACK at most.
+    quotient = _estimate(dividend, bottom.astype(jnp.float32)).astype(jnp.int32) - _SLACK
+    # Both terms of the remainder have 48 bits and wrap around in int32. Their difference is at most
+    # (2 * _SLACK + 1) * bottom, below 2^31, so it is exact.
+    scaled = lax.select(
+        at_least_1,
+        *(jnp.full_like(bottom, np.int64(top << shift).astype(np.int32)) for shift in (23, 24)),
+    )
+    remainder = scaled - quotient * bottom
+    missing = lax.div(remainder, bottom)
+    quotient = quotient + missing
+    remainder = remainder - missing * bottom
+    # Now 0 <= remainder < bottom, and this rounds to nearest. No tie can occur. In a tie
+    # 2 * quotient + 1 would divide `top`: an odd number of 25 bits, where `top` has 24.
+    quotient = quotient + jnp.where(2 * remainder > bottom, 1, 0)
+
+    power = int(top_exponent) - bottom_exponent - jnp.where(at_least_1, 0, 1)
+    # The leading bit of the quotient, 2^23, adds 1 to the exponent field: hence 126, not 127. A
+    # carry to 2^24 adds 2, which is right, too. This clip keeps the shift inside 32 bits.
+    biased = jnp.clip(power + 126, -1, 253)
+    # Positive floats are ordered as their bits are. So this clip of bits clamps the quotient.
+    return lax.bitcast_convert_type(
+        jnp.clip((biased << 23) + quotient, 1 << 23, 253 << 23), jnp.float32
+    )
+
+
+def _estimate(dividend: Array, divisor: Array) -> Array:
+    """`dividend / divisor`, within 2 units in the last place. A test replaces it by a worse one."""
+    return dividend / divisor
 
 
 # Powers of two from exponent bits, because `exp2` is not exact in float32.

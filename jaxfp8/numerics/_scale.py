@@ -20,6 +20,7 @@ from jaxfp8.numerics._exact import (
     TINY,
     constant_like,
     divide,
+    divide_in_integers,
 )
 from jaxfp8.numerics._formats import E8M0, Format
 
@@ -69,7 +70,7 @@ def encoding_multiplier(
     like = lax.full_like if kernel_language else constant_like
     amax = lax.select(is_usable(amax), amax, like(amax, largest))  # gives the multiplier 1
     if not power_of_two:
-        quotient = _divide_in_integers if kernel_language else divide
+        quotient = divide_in_integers if kernel_language else divide
         return quotient(largest, amax)
     # The multiplier rounded down is the inverse of the scale rounded up. `_scale_exponent` has that
     # exactly, without a division.
@@ -90,7 +91,7 @@ def inverse(
         # 2^k has the bits (127 + k) << 23, its inverse (127 - k) << 23. Both are normal numbers.
         return lax.bitcast_convert_type((254 << 23) - bits, jnp.float32)
     if kernel_language:
-        return _divide_in_integers(1.0, multiplier_or_scale)
+        return divide_in_integers(1.0, multiplier_or_scale)
     return divide(1.0, multiplier_or_scale, clamped=False)
 
 
@@ -194,62 +195,3 @@ def _to_e8m0(exponent: Array, finite: Array) -> Array:
     # The byte is built from integers, because JAX casts a float 0 to the NaN of E8M0.
     byte = lax.select(finite, exponent, constant_like(exponent, E8M0.nan_byte)).astype(jnp.uint8)
     return lax.bitcast_convert_type(byte, E8M0.dtype)
-
-
-# A quotient of integers, for kernel languages.
-
-# A bound of the error of the estimate, in units in the last place. `div.full.f32` is off by at most
-# 2 (PTX ISA), and a multiplication by an inverse, too. The conversion to an integer drops less
-# than 1.
-_SLACK = 4
-
-
-# jit compiles these forty operations as one. One by one, the first eager call of each shape
-# would take a second.
-@functools.partial(jax.jit, static_argnames="numerator", inline=True)
-def _divide_in_integers(numerator: float, denominator: Array) -> Array:
-    """`divide` without float64."""
-    # Both significands are integers in [2^23, 2^24). The quotient is
-    # top / bottom * 2^(top_exponent - bottom_exponent).
-    top, top_exponent = np.frexp(np.float32(numerator))
-    top = int(top * 2**24)
-    bits = lax.bitcast_convert_type(denominator, jnp.int32)
-    bottom = (bits & 0x007FFFFF) | 0x00800000
-    bottom_exponent = (bits >> 23) - 126
-
-    # `quotient` is the whole part of top * 2^shift / bottom. With shift 23 or 24 it is in
-    # [2^23, 2^24), so it has the 24 bits of a float32 significand.
-    at_least_1 = top >= bottom
-    dividend = lax.select(
-        at_least_1, *(jnp.full_like(bottom, top * 2.0**shift, jnp.float32) for shift in (23, 24))
-    )
-    # Both operands of the estimate are exact in float32: each has 24 bits. Less the slack, the
-    # estimate is never above the true quotient, and below it by 2 * _SLACK at most.
-    quotient = _estimate(dividend, bottom.astype(jnp.float32)).astype(jnp.int32) - _SLACK
-    # Both terms of the remainder have 48 bits and wrap around in int32. Their difference is at most
-    # 2 * _SLACK * bottom, below 2^28, so it is exact.
-    scaled = lax.select(
-        at_least_1,
-        *(jnp.full_like(bottom, np.int64(top << shift).astype(np.int32)) for shift in (23, 24)),
-    )
-    remainder = scaled - quotient * bottom
-    missing = lax.div(remainder, bottom)
-    quotient = quotient + missing
-    remainder = remainder - missing * bottom
-    # Now 0 <= remainder < bottom, and this rounds to nearest. No tie can occur. In a tie
-    # 2 * quotient + 1 would divide `top`: an odd number of 25 bits, where `top` has 24.
-    quotient = quotient + jnp.where(2 * remainder > bottom, 1, 0)
-
-    power = int(top_exponent) - bottom_exponent - jnp.where(at_least_1, 0, 1)
-    # The leading bit of the quotient, 2^23, adds 1 to the exponent field: hence 126, not 127. A
-    # carry to 2^24 adds 2, which is right, too. This clip keeps the shift inside 32 bits.
-    biased = jnp.clip(power + 126, -1, 253)
-    # Positive floats are ordered as their bits are. So this clip of bits clamps the quotient.
-    return lax.bitcast_convert_type(
-        jnp.clip((biased << 23) + quotient, 1 << 23, 253 << 23), jnp.float32
-    )
-
-
-def _estimate(dividend: Array, divisor: Array) -> Array:
-    """`dividend / divisor`, within 2 units in the last place. A test replaces it by a worse one."""
-    return dividend / divisor

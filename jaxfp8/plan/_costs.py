@@ -31,7 +31,7 @@ class Peak(NamedTuple):
     """What a chip can do at most."""
 
     bf16: float  # operations/s of bfloat16 matmuls
-    fp8: float | None  # operations/s of FP8 matmuls; None without FP8 units
+    fp8: float | None  # operations/s of FP8 matmuls; None without FP8 units for E4M3
     bandwidth: float  # bytes/s of device memory
 
 
@@ -43,6 +43,12 @@ PEAKS = {
     "h100": Peak(bf16=989.5e12, fp8=1979e12, bandwidth=3.35e12),  # SXM
     "h200": Peak(bf16=989.5e12, fp8=1979e12, bandwidth=4.8e12),
     "b200": Peak(bf16=2.25e15, fp8=4.5e15, bandwidth=8e12),  # an eighth of a DGX B200
+    # From Google Cloud's pages of TPU7x, v6e and v5e, for one device of jax. That is a chip. Of
+    # TPU7x it is one of the two cores of a chip, so half of the figures of the page.
+    "tpu7x": Peak(bf16=2307e12 / 2, fp8=4614e12 / 2, bandwidth=7.38e12 / 2),
+    "v6e": Peak(bf16=918e12, fp8=None, bandwidth=1.638e12),
+    "v5p": Peak(bf16=459e12, fp8=None, bandwidth=2.765e12),
+    "v5e": Peak(bf16=197e12, fp8=None, bandwidth=0.819e12),
 }
 
 # The share of the peak that a matmul attains. torchao found it for large matmuls on an H100

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8.numerics._exact import divide
-from jaxfp8.numerics._scale import _divide_in_integers, inverse
+from jaxfp8.numerics._exact import divide, divide_in_integers
+from jaxfp8.numerics._scale import inverse
 
 MANTISSAS = (np.arange(2**23, dtype=np.uint32) | 0x3F800000).view(np.float32)  # [1, 2), all of them
 LARGEST, TINY = np.float32(oracle.FLOAT32_MAX), np.float32(oracle.TINY)
@@ -18,7 +18,7 @@ LARGEST, TINY = np.float32(oracle.FLOAT32_MAX), np.float32(oracle.TINY)
 at_once = jax.jit(
     lambda divide, numerator, denominator: divide(numerator, denominator), static_argnums=(0, 1)
 )
-WAYS = pytest.mark.parametrize("divide", [divide, _divide_in_integers], ids=["float64", "integers"])
+WAYS = pytest.mark.parametrize("divide", [divide, divide_in_integers], ids=["float64", "integers"])
 
 
 def long_division(numerator: int, denominator: np.ndarray) -> np.ndarray:
@@ -149,13 +149,13 @@ def test_the_oracle_agrees_with_fractions():
             )
 
 
-@pytest.mark.parametrize("ulps", [-3, 3])
+@pytest.mark.parametrize("ulps", [-31, 31])
 def test_an_estimate_that_is_off(ulps, monkeypatch):
     # NVIDIA GPUs divide to within 2 ulp: what the integers correct has to be right whatever the
     # estimate.
     off = lambda dividend, divisor: dividend / divisor + ulps
-    monkeypatch.setattr("jaxfp8.numerics._scale._estimate", off)
+    monkeypatch.setattr("jaxfp8.numerics._exact._estimate", off)
     denominators = MANTISSAS[::17]
     for numerator in (1.0, 448.0):
-        actual = jax.jit(lambda d, n=numerator: _divide_in_integers.__wrapped__(n, d))(denominators)
+        actual = jax.jit(lambda d, n=numerator: divide_in_integers.__wrapped__(n, d))(denominators)
         np.testing.assert_array_equal(actual, np.float32(numerator) / denominators)

@@ -1,6 +1,7 @@
 """The scaled matmul for XLA.
 
-It has three forms: one that XLA turns into cuBLASLt on CUDA, one for CPUs, and one for the rest.
+It has four forms: one that XLA turns into cuBLASLt on CUDA, one for TPUs, one for CPUs, and one for
+the rest.
 
 On CUDA the operands are dequantized in the graph ("QDQ"). XLA's GEMM rewriter recognises
 `dot(convert(values) * broadcast(scale), ...)` with scalar scales. It emits one
@@ -8,6 +9,9 @@ On CUDA the operands are dequantized in the graph ("QDQ"). XLA's GEMM rewriter r
 varies along an axis never matches. It may vary along an axis of the operand, or along one that
 `jax.vmap` adds (experts). Then the bare payloads are multiplied, which matches, too. One more
 elementwise pass scales the result.
+
+On TPUs the bare payloads are multiplied. The matrix unit of a TPU 7x reads them as they are. For
+those of other TPUs XLA widens them inside of the matmul.
 
 On other platforms the payloads are multiplied as bfloat16 with float32 accumulation, because every
 FP8 value is exact in bfloat16. Then the float32 product is scaled.
@@ -162,10 +166,12 @@ def _fold(operand: QuantizedTensor) -> Array:
         return lax.clamp(dtype(-_LARGEST), values, dtype(_LARGEST)).astype(jnp.bfloat16)
 
     # XLA:CPU computes in float32, and rounds each product in bfloat16. XLA for GPUs writes factors
-    # to memory, which are smaller in bfloat16.
+    # to memory, which are smaller in bfloat16. TPUs flush subnormal numbers, so no two factors may
+    # be multiplied first.
     return lax.platform_dependent(
         operand.values, operand.scale,
         cpu=functools.partial(product, factors=_converted_factors_of, dtype=jnp.float32),
+        tpu=functools.partial(product, factors=factors_of, dtype=jnp.float32),
         default=functools.partial(product, factors=factors_of, dtype=jnp.bfloat16),
     )  # fmt: skip
 
@@ -303,6 +309,14 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
         )
         return dot(a, b, preferred_element_type=matmul_dtype).astype(out_dtype)
 
+    def tpu(a: Array, b: Array, *scales: Array) -> Array:
+        # The result leaves the matrix unit as float32. XLA scales it before it is written.
+        product = lax.dot_general(
+            a, b, call.geometry.dimension_numbers,
+            preferred_element_type=jnp.float32, out_sharding=call.out_sharding,
+        )  # fmt: skip
+        return scale_by_rows(product, *scales)
+
     def portable(a: Array, b: Array, *scales: Array) -> Array:
         product = dot(
             a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), preferred_element_type=jnp.float32
@@ -316,7 +330,7 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
     per_tensor = lhs.granularity.in_one and rhs.granularity.in_one
     cuda = _unless_scales_are_mapped(dequantizing, bare) if per_tensor else bare
     return lax.platform_dependent(
-        lhs.values, rhs.values, *scales, cpu=cpu, cuda=cuda, default=portable
+        lhs.values, rhs.values, *scales, cpu=cpu, cuda=cuda, tpu=tpu, default=portable
     )
 
 
