@@ -29,9 +29,9 @@ _TPU_KERNEL = "tpu_custom_call"
 # XLA's own kernel for `jax.lax.ragged_dot` has this attribute.
 _RAGGED_DOT = "ragged_dot_tiling="
 _FP8 = _E4M3, _E5M2 = "float8_e4m3fn", "float8_e5m2"
-# Whether a TPU multiplies E4M3, by its `device_kind`. The others convert E4M3 to a wider type inside
-# of the matmul. So the program shows E4M3 operands, and the matmul is as slow as in bfloat16. All of
-# them multiply E5M2 by E5M2.
+# Whether a TPU multiplies E4M3, by its `device_kind`. The others convert E4M3 to a wider type
+# inside of the matmul. So the program shows E4M3 operands, and the matmul is as slow as in
+# bfloat16. All of them multiply E5M2 by E5M2.
 _MULTIPLIES_E4M3 = {"TPU7x": True, "TPU v6 lite": False, "TPU v5": False, "TPU v5 lite": False}
 
 
@@ -114,8 +114,8 @@ def _tpu_multiplies(compiled: Any) -> Callable[[list[str]], bool]:
             return False
         if not kinds:
             raise ValueError(
-                "compiled is the text of a program for a TPU, whose matmuls read FP8. The text does "
-                "not say which TPU, and they differ in what they multiply. Pass "
+                "compiled is the text of a program for a TPU, whose matmuls read FP8. The text "
+                "does not say which TPU, and they differ in what they multiply. Pass "
                 "jax.jit(f).lower(...).compile() instead of its text."
             )
         if len(kinds) > 1 or kinds[0] not in _MULTIPLIES_E4M3:

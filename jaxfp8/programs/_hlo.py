@@ -33,8 +33,8 @@ _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 # layout says that elements are packed, with 4 bits each.
 _TENSOR = re.compile(r"\b(pred|(bf|f|s|u|c)(\d+)(e\w+)?)\[([^\]]*)\](\{[^}]*\})?")
 _PACKED = re.compile(r"E\((\d+)\)")
-# Layouts of TPUs have tiles, as in {1,0:T(8,128)(2,1)S(1)}: the axes from minor to major, the tile of
-# the most minor axes, tiles inside of it, and the memory.
+# Layouts of TPUs have tiles, as in {1,0:T(8,128)(2,1)S(1)}: the axes from minor to major, the tile
+# of the most minor axes, tiles inside of it, and the memory.
 _TILED = re.compile(r"\{([\d,]*):T\(([\d,]+)\)")
 _MEMORY = re.compile(r"S\((\d+)\)")
 _KINDS_OF_NUMBERS = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}
@@ -161,7 +161,6 @@ class Program(NamedTuple):
     replicas: int
     partitions: int
 
-
     def trip_count(self, loop: Instruction, computation: dict[str, Instruction]) -> int | None:
         """How often a loop of this computation runs; None if the program does not know.
 
@@ -211,7 +210,7 @@ def _index_of_element(name: str, computation: dict[str, Instruction]) -> int | N
 
 
 def _step(name: str, index: int, body: dict[str, Instruction]) -> int | None:
-    """What is added to an element of the body's parameter; None if that is not a constant above 0."""
+    """What is added to an element of the body's parameter. None unless a constant above 0."""
     total = _source(name, body)
     if total is None or total.opcode != "add":
         return None
