@@ -6,9 +6,12 @@ names it.
 
 import functools
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxfp8.programs._hlo import BRANCHES, CALLS, read_program
+import jax
+
+from jaxfp8.programs._hlo import BRANCHES, CALLS, Instruction, read_program, tensors_of
 
 # The FP8 matmuls of cuBLASLt (scalar scales) and of cuDNN (block scales, MXFP8, on Blackwell).
 _FP8_TARGETS = ("__cublas$lt$matmul$f8", "__cudnn$blockScaledDot")
@@ -18,6 +21,18 @@ _LIBRARY = ("__cublas$", "__onednn$matmul")
 # scope. Pallas kernels that cast are outside.
 _ASKED = re.compile(r"jaxfp8\.(fprop|dgrad|wgrad)(?!\.high_precision)")
 _PALLAS = "mosaic_gpu"
+
+# TPUs: XLA prints a matmul as a `convolution`. Operations of JAX with this name are convolutions of
+# the model.
+_CONVOLUTION = "conv_general_dilated"
+_TPU_KERNEL = "tpu_custom_call"
+# XLA's own kernel for `jax.lax.ragged_dot` has this attribute.
+_RAGGED_DOT = "ragged_dot_tiling="
+_FP8 = _E4M3, _E5M2 = "float8_e4m3fn", "float8_e5m2"
+# Whether a TPU multiplies E4M3, by its `device_kind`. The others convert E4M3 to a wider type
+# inside of the matmul. So the program shows E4M3 operands, and the matmul is as slow as in
+# bfloat16. All of them multiply E5M2 by E5M2.
+_MULTIPLIES_E4M3 = {"TPU7x": True, "TPU v6 lite": False, "TPU v5": False, "TPU v5 lite": False}
 
 
 class _Gemms(NamedTuple):
@@ -36,15 +51,18 @@ def _find_gemms(compiled: Any) -> _Gemms:
 
     FP8 matmuls are calls of cuBLASLt, calls of cuDNN for block scales, and the Pallas kernels of
     layers and of `fp8.dot`. A `dot` of FP8 operands in a Triton fusion counts as high precision,
-    because the program does not say how it multiplies them.
+    because the program does not say how it multiplies them. On a TPU, the dtypes of the operands
+    and the chip decide.
     """
     program = read_program(compiled)
+    multiplies = _tpu_multiplies(compiled)
 
     @functools.cache
     def run_by(name: str) -> tuple[tuple[str, bool], ...]:
         """The matmuls of a computation and of all that it calls, and whether each is in FP8."""
         found: list[tuple[str, bool]] = []
-        for instruction in program.computations.get(name, {}).values():
+        computation = program.computations.get(name, {})
+        for instruction in computation.values():
             if instruction.is_second_half:
                 continue
             target = instruction.call_target
@@ -53,6 +71,9 @@ def _find_gemms(compiled: Any) -> _Gemms:
                 found.append((instruction.label, True))
             elif instruction.opcode == "dot" or target.startswith(_LIBRARY):
                 found.append((instruction.label, False))
+            elif _is_tpu_matmul(instruction):
+                types = [computation[o].type for o in instruction.operands if o in computation]
+                found.append((instruction.label, multiplies(types)))
             for called in instruction.computations(*CALLS, "body", "condition"):
                 found += run_by(called)
             branches = [run_by(branch) for branch in instruction.computations(*BRANCHES)]
@@ -67,6 +88,47 @@ def _find_gemms(compiled: Any) -> _Gemms:
     )
 
 
+def _is_tpu_matmul(instruction: Instruction) -> bool:
+    if instruction.opcode == "convolution":
+        return _CONVOLUTION not in instruction.label.rpartition("/")[2]
+    # Pallas kernels that multiply are in the scope of a matmul, as on GPUs. Kernels of others count
+    # in no list, as on GPUs.
+    return instruction.call_target == _TPU_KERNEL and (
+        _RAGGED_DOT in instruction.attributes or _ASKED.search(instruction.label) is not None
+    )
+
+
+def _tpu_multiplies(compiled: Any) -> Callable[[list[str]], bool]:
+    """A function that says whether the TPU of this program multiplies in FP8, by operand types."""
+    shardings = (
+        ()
+        if isinstance(compiled, str)
+        else jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    )
+    kinds = sorted({device.device_kind for each in shardings for device in each.device_set})
+
+    def multiplies(types: list[str]) -> bool:
+        # A kernel also reads the sizes of groups, and may read scales.
+        dtypes = [tensor.dtype for type in types for tensor in tensors_of(type)]
+        if sum(map(dtypes.count, _FP8)) < 2:
+            return False
+        if not kinds:
+            raise ValueError(
+                "compiled is the text of a program for a TPU, whose matmuls read FP8. The text "
+                "does not say which TPU, and they differ in what they multiply. Pass "
+                "jax.jit(f).lower(...).compile() instead of its text."
+            )
+        if len(kinds) > 1 or kinds[0] not in _MULTIPLIES_E4M3:
+            raise ValueError(
+                f"compiled is a program for {' and '.join(kinds)}, whose matmuls read FP8. jaxfp8 "
+                "does not know whether this chip multiplies FP8. It knows "
+                f"{', '.join(_MULTIPLIES_E4M3)}."
+            )
+        return _E4M3 not in dtypes or _MULTIPLIES_E4M3[kinds[0]]
+
+    return multiplies
+
+
 def assert_fp8_gemms(compiled: Any, expected: int | None = None) -> None:
     """Raise AssertionError if a matmul of a recipe is not in FP8.
 
@@ -79,6 +141,12 @@ def assert_fp8_gemms(compiled: Any, expected: int | None = None) -> None:
     operation into a matmul, for instance the transpose of `fp8.dot(x, w.T)`. That matmul can lose
     the name of its recipe. It is then ignored, unless it is in FP8.
 
+    On TPUs, XLA writes matmuls as convolutions. One is in FP8 if both operands are, and if the chip
+    multiplies them. TPU 7x multiplies E4M3 and E5M2. TPU v6e, v5p and v5e multiply E5M2 by E5M2
+    alone. They convert E4M3 to a wider type inside of the matmul, at the speed of bfloat16. The
+    text of a program does not say for which TPU it is, so pass the compiled function. Convolutions
+    of the model are ignored.
+
     Args:
       compiled: what `jax.jit(f, compiler_options=kernels.compiler_options(recipe)).lower(...)
         .compile()` returns, for instance with `kernels = fp8.Kernels("h200")`.
@@ -89,7 +157,8 @@ def assert_fp8_gemms(compiled: Any, expected: int | None = None) -> None:
     Raises:
       AssertionError: with both lists of matmuls, by jax operation name.
       TypeError: if `compiled` is neither a compiled function nor a text.
-      ValueError: if the program has no text.
+      ValueError: if the program has no text. Also if matmuls of a TPU read FP8, and `compiled` is a
+        text or for a TPU that is not named above.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -124,8 +193,9 @@ def assert_fp8_gemms(compiled: Any, expected: int | None = None) -> None:
     elif not gemms.fp8:
         lines.append(
             'None in FP8: write kernels = fp8.Kernels("h200"), or another chip with FP8 matmuls '
-            "(compute capability 8.9 or later). Compile with jax.jit(f, "
+            '(compute capability 8.9 or later, or "tpu7x"). Compile with jax.jit(f, '
             "compiler_options=kernels.compiler_options(recipe)). CPUs emulate FP8 and have no FP8 "
-            "matmuls. Recipes with tiles also need kernels=kernels in each layer."
+            "matmuls. TPUs before 7x convert E4M3 to a wider type. Recipes with tiles also need "
+            "kernels=kernels in each layer. TPUs multiply tiles in bfloat16."
         )
     raise AssertionError("\n".join(lines))

@@ -9,6 +9,7 @@ References:
   xla/shape_util.cc.
 """
 
+import itertools
 import math
 import re
 from typing import Any, NamedTuple
@@ -32,6 +33,10 @@ _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 # layout says that elements are packed, with 4 bits each.
 _TENSOR = re.compile(r"\b(pred|(bf|f|s|u|c)(\d+)(e\w+)?)\[([^\]]*)\](\{[^}]*\})?")
 _PACKED = re.compile(r"E\((\d+)\)")
+# Layouts of TPUs have tiles, as in {1,0:T(8,128)(2,1)S(1)}: the axes from minor to major, the tile
+# of the most minor axes, tiles inside of it, and the memory.
+_TILED = re.compile(r"\{([\d,]*):T\(([\d,]+)\)")
+_MEMORY = re.compile(r"S\((\d+)\)")
 _KINDS_OF_NUMBERS = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}
 
 # The attributes that name computations. A conditional runs one of its BRANCHES. An instruction runs
@@ -47,11 +52,15 @@ class Tensor(NamedTuple):
       dtype: as jax names it, `float8_e4m3fn`.
       shape: [...]. A size that the program does not know is replaced by its upper bound.
       bytes: the size of all elements. Two 4-bit elements share a byte if the layout packs them.
+      allocated: the bytes of its buffer in the memory of the device. A TPU pads each array to whole
+        tiles. An array in the memories inside of a TPU (VMEM, SMEM), or in that of the host, takes
+        none.
     """
 
     dtype: str
     shape: tuple[int, ...]
     bytes: int
+    allocated: int
 
 
 def tensors_of(type: str) -> tuple[Tensor, ...]:
@@ -68,8 +77,27 @@ def tensors_of(type: str) -> tuple[Tensor, ...]:
         )
         packed = _PACKED.search(layout)
         element_bits = int(packed[1]) if packed else 8 * math.ceil(int(bits or 1) / 8)
-        found.append(Tensor(dtype, shape, math.ceil(math.prod(shape) * element_bits / 8)))
+        size = math.ceil(math.prod(shape) * element_bits / 8)
+        allocated = math.ceil(_elements_allocated(shape, layout) * element_bits / 8)
+        found.append(Tensor(dtype, shape, size, allocated))
     return tuple(found)
+
+
+def _elements_allocated(shape: tuple[int, ...], layout: str) -> int:
+    """The elements of an array in the memory of the device, with those that a TPU pads."""
+    tiled = _TILED.match(layout)
+    if tiled is None:
+        return math.prod(shape)
+    # On GPUs other numbers than 0 are the memory of the device, too. Their layouts have no tiles.
+    memory = _MEMORY.search(layout)
+    if memory and memory[1] != "0":
+        return 0
+    minor_first = [shape[int(axis)] for axis in tiled[1].split(",") if axis]
+    tile = [int(size) for size in reversed(tiled[2].split(","))]
+    return math.prod(
+        math.ceil(size / side) * side
+        for size, side in itertools.zip_longest(minor_first, tile, fillvalue=1)
+    )
 
 
 class Instruction(NamedTuple):
@@ -106,12 +134,6 @@ class Instruction(NamedTuple):
         found = _TARGET.search(self.attributes)
         return found[1] if found else ""
 
-    @property
-    def trip_count(self) -> int | None:
-        """How often a loop runs; None if the compiler does not know."""
-        found = _TRIP_COUNT.search(self.attributes)
-        return int(found[1]) if found else None
-
     def computations(self, *roles: str) -> tuple[str, ...]:
         """The names of the computations in these attributes, for example `computations("body")`."""
         # Strings are removed first. They may hold the source of a kernel, with any text in it.
@@ -138,6 +160,83 @@ class Program(NamedTuple):
     computations: dict[str, dict[str, Instruction]]
     replicas: int
     partitions: int
+
+    def trip_count(self, loop: Instruction, computation: dict[str, Instruction]) -> int | None:
+        """How often a loop of this computation runs; None if the program does not know.
+
+        Programs for CPUs and GPUs say it. In programs for TPUs the counter of the loop is read.
+        """
+        if found := _TRIP_COUNT.search(loop.attributes):
+            return int(found[1])
+        (condition,) = (self.computations.get(n, {}) for n in loop.computations("condition"))
+        (body,) = (self.computations.get(n, {}) for n in loop.computations("body"))
+        test, carried = _root(condition), _root(body)
+        before = computation.get(loop.operands[0])
+        # The loop goes on while its counter, an element of the carried tuple, is less than a bound.
+        if not (test and carried and before) or "direction=LT" not in test.attributes:
+            return None
+        if (carried.opcode, before.opcode) != ("tuple", "tuple") or test.opcode != "compare":
+            return None
+        index = _index_of_element(test.operands[0], condition)
+        if index is None:
+            return None
+        step = _step(carried.operands[index], index, body)
+        start = _constant(before.operands[index], computation)
+        bound = _constant(test.operands[1], condition)
+        if start is None or bound is None or not step:
+            return None
+        return max(0, math.ceil((bound - start) / step))
+
+
+# The counter of a loop.
+
+# These pass an integer on.
+_SAME_NUMBER = ("copy", "bitcast", "copy-start", "copy-done")
+_INDEX = re.compile(r"\bindex=(\d+)")
+
+
+def _root(computation: dict[str, Instruction]) -> Instruction | None:
+    return next((each for each in computation.values() if each.is_root), None)
+
+
+def _index_of_element(name: str, computation: dict[str, Instruction]) -> int | None:
+    """Which element of a computation's parameter this is; None for anything else."""
+    element = _source(name, computation)
+    if element is None or element.opcode != "get-tuple-element":
+        return None
+    index = _INDEX.search(element.attributes)
+    of = computation.get(element.operands[0])
+    return int(index[1]) if index and of and of.opcode == "parameter" else None
+
+
+def _step(name: str, index: int, body: dict[str, Instruction]) -> int | None:
+    """What is added to an element of the body's parameter. None unless a constant above 0."""
+    total = _source(name, body)
+    if total is None or total.opcode != "add":
+        return None
+    for one, other in (total.operands, total.operands[::-1]):
+        step = _constant(other, body)
+        if _index_of_element(one, body) == index and step and step > 0:
+            return step
+    return None
+
+
+def _constant(name: str, computation: dict[str, Instruction]) -> int | None:
+    source = _source(name, computation)
+    if source is None or source.opcode != "constant":
+        return None
+    return int(source.inside) if re.fullmatch(r"-?\d+", source.inside) else None
+
+
+def _source(name: str, computation: dict[str, Instruction]) -> Instruction | None:
+    """The instruction that made a number, without its copies."""
+    found = computation.get(name)
+    while found is not None and found.opcode in _SAME_NUMBER:
+        found = computation.get(found.operands[0])
+    return found
+
+
+# The text becomes a `Program`.
 
 
 def check_compiled(compiled: object) -> None:

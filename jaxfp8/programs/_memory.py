@@ -204,7 +204,7 @@ class _Walk:
             phases = [_latest(phases)] * len(tensors)
         time = len(self.phases) - 1
         found = [
-            _Buffer(tensor.bytes, math.prod(tensor.shape), time, time, {phase})
+            _Buffer(tensor.allocated, math.prod(tensor.shape), time, time, {phase})
             for tensor, phase in zip(tensors, phases, strict=True)
         ]
         self.buffers += found
@@ -262,7 +262,8 @@ class _Walk:
             return [buffer for operand in given for buffer in operand]
         if opcode == "get-tuple-element" and (found := _INDEX.search(instruction.attributes)):
             return _element(computation[instruction.operands[0]].type, int(found[1]), given[0])
-        if opcode in _SAME or opcode.endswith("-update"):  # of an asynchronous start
+        # An update continues an asynchronous start. On TPUs it may bring the operands.
+        if opcode in _SAME or (opcode.endswith("-update") and len(given) == 1):
             return given[0]
         if opcode.endswith("-done"):
             started = computation[instruction.operands[0]]
@@ -299,6 +300,8 @@ class _Walk:
             return results[0]
         if opcode.endswith("-start"):
             return self._started(instruction, read, phase)
+        if opcode.endswith("-update"):
+            return self._started(instruction, read[len(given[0]) :], phase)
         found = self.new(tensors_of(instruction.type), phases)
         if shared := _OF_INSTRUCTION.search(instruction.attributes):
             for output, operand, index in _SHARED.findall(shared[1]):

@@ -139,7 +139,8 @@ def _stacked(pieces: Iterable[Tensor]) -> list[Tensor]:
     for piece in pieces:
         alike.setdefault((piece.dtype, piece.shape), []).append(piece)
     return [
-        Tensor(d, (len(of), *shape), sum(p.bytes for p in of)) for (d, shape), of in alike.items()
+        Tensor(d, (len(of), *shape), sum(p.bytes for p in of), sum(p.allocated for p in of))
+        for (d, shape), of in alike.items()
     ]
 
 
@@ -230,14 +231,16 @@ def traffic_of(
             if not every_branch:
                 branches = [max(branches, key=lambda of: sum(t.wire_bytes for t in of), default=())]
             found += itertools.chain(*branches)
-            found += run_in_loop(instruction)
+            found += run_in_loop(instruction, computation)
         return tuple(found)
 
-    def run_in_loop(loop: Instruction) -> list[Transfer]:
+    def run_in_loop(loop: Instruction, around: dict[str, Instruction]) -> list[Transfer]:
         body = [t for name in loop.computations("body") for t in run_by(name)]
         condition = [t for name in loop.computations("condition") for t in run_by(name)]
-        times = loop.trip_count
-        if times is None and (body or condition):
+        if not (body or condition):
+            return []
+        times = program.trip_count(loop, around)
+        if times is None:
             loops_of_unknown_length.append(loop.label)
             times = trip_count
             if times is None:
@@ -247,7 +250,7 @@ def traffic_of(
                     "(jax.lax.scan)."
                 )
         # The condition runs once more than the body: its last run ends the loop.
-        every_time = [(t, times or 0) for t in body] + [(t, (times or 0) + 1) for t in condition]
+        every_time = [(t, times) for t in body] + [(t, times + 1) for t in condition]
         return [t._replace(times=t.times * n) for t, n in every_time if n]
 
     return run_by(program.entry), loops_of_unknown_length

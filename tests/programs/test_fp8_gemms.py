@@ -1,11 +1,14 @@
 """Counting matmuls in program texts, each cut down to what matters."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxfp8 as fp8
-from jaxfp8.programs._fp8_gemms import _find_gemms
+from jaxfp8.kernels._dispatch import CHIPS
+from jaxfp8.programs._fp8_gemms import _MULTIPLIES_E4M3, _find_gemms
 
 FP8 = (
     "(bf16[64,64]{1,0}, s8[4194304]{0}) custom-call(%p.0, %p.1, %s.0, %s.1), "
@@ -200,6 +203,110 @@ def test_a_matmul_of_a_recipe_that_is_not_in_fp8(row):
 
 def test_names_fall_back_on_the_instruction():
     assert _find_gemms(program(FP8)).fp8 == ("i.0",)
+
+
+# TPUs. A matmul is a convolution in a fusion. XLA has a kernel for `jax.lax.ragged_dot`.
+
+
+class OnTPU(jax.stages.Compiled):
+    """A text, as if jax had compiled it for TPUs of these kinds."""
+
+    def __init__(self, text, *kinds):
+        self.text, self.kinds = text, kinds
+
+    def as_text(self):
+        return self.text
+
+    @property
+    def input_shardings(self):
+        return (None,), {}  # an argument that the program does not read
+
+    @property
+    def output_shardings(self):
+        return [SimpleNamespace(device_set=[SimpleNamespace(device_kind=k)]) for k in self.kinds]
+
+
+TPU_TEXT = """HloModule jit_step, is_scheduled=true
+
+%fused (p.0: LHS[64,64], p.1: RHS[64,64]) -> f32[64,64] {
+  %p.0 = LHS[64,64]{1,0:T(32,128)(4,1)S(1)} parameter(0)
+  %p.1 = RHS[64,64]{1,0:T(32,128)(4,1)} parameter(1)
+  %copy.1 = LHS[64,64]{1,0:T(8,128)(4,1)} copy(%p.0)
+  %by = f32[64,64]{1,0:T(8,128)} convolution(%copy.1, %p.1), dim_labels=bf_io->bf, METADATA
+  ROOT %exp = f32[64,64]{1,0:T(8,128)} exponential(%by)
+}
+
+ENTRY %main (x: LHS[64,64], w: RHS[64,64], n: s32[8]) -> f32[64,64] {
+  %x = LHS[64,64]{1,0:T(32,128)(4,1)} parameter(0)
+  %w = RHS[64,64]{1,0:T(32,128)(4,1)} parameter(1)
+  %n = s32[8]{0:T(128)S(1)} parameter(2)
+  ROOT %by = f32[64,64]{1,0:T(8,128)} CALL
+}
+"""
+FUSED = "fusion(%x, %w), kind=kOutput, calls=%fused"
+KERNEL_ON_TPU = 'custom-call(%n, %x, %w), custom_call_target="tpu_custom_call", METADATA'
+TILING = 'frontend_attributes={ragged_dot_tiling="64,64,64"}, METADATA'
+RAGGED_DOT = KERNEL_ON_TPU.replace("METADATA", TILING)
+
+
+def tpu_text(lhs, rhs, call=FUSED, name="jaxfp8.fprop/dot_general"):
+    text = TPU_TEXT.replace("CALL", call).replace("LHS", lhs).replace("RHS", rhs)
+    return text.replace("METADATA", f'metadata={{op_name="jit(step)/{name}"}}')
+
+
+E4M3, E5M2, BFLOAT16 = "f8e4m3fn", "f8e5m2", "bf16"
+ON_TPUS = {
+    "E4M3": ("TPU7x", tpu_text(E4M3, E4M3), True),
+    "a gradient": ("TPU7x", tpu_text(E5M2, E4M3), True),
+    "one operand": ("TPU7x", tpu_text(BFLOAT16, E4M3), False),
+    "bfloat16": ("TPU7x", tpu_text(BFLOAT16, BFLOAT16), False),
+    "another FP8": ("TPU7x", tpu_text("f8e4m3b11fnuz", "f8e4m3b11fnuz"), False),
+    "E4M3 on v6e": ("TPU v6 lite", tpu_text(E4M3, E4M3), False),
+    "a gradient on v5p": ("TPU v5", tpu_text(E5M2, E4M3), False),
+    "E5M2 on v5e": ("TPU v5 lite", tpu_text(E5M2, E5M2), True),
+    "ragged_dot": ("TPU7x", tpu_text(E4M3, E4M3, RAGGED_DOT), True),
+    "ragged_dot in bfloat16": ("TPU7x", tpu_text(BFLOAT16, BFLOAT16, RAGGED_DOT), False),
+    "a kernel that multiplies": ("TPU7x", tpu_text(E4M3, E4M3, KERNEL_ON_TPU), True),
+}
+
+
+@pytest.mark.parametrize("row", ON_TPUS)
+def test_on_tpus(row):
+    kind, text, in_fp8 = ON_TPUS[row]
+    gemms = _find_gemms(OnTPU(text, kind))
+    assert (len(gemms.fp8), len(gemms.high_precision)) == (in_fp8, not in_fp8)
+    if not in_fp8:
+        with pytest.raises(AssertionError, match=r'asked for in FP8(.|\n)*or "tpu7x"'):
+            fp8.programs.assert_fp8_gemms(OnTPU(text, kind))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        tpu_text(E4M3, E4M3, name="Conv/conv_general_dilated"),
+        tpu_text(E4M3, E4M3, KERNEL_ON_TPU, "attention/pallas_call"),
+    ],
+)
+def test_on_a_tpu_what_is_no_matmul_of_a_recipe_counts_nowhere(text):
+    assert _find_gemms(OnTPU(text, "TPU7x")) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("compiled", "words"),
+    [
+        (tpu_text(E4M3, E4M3), "does not say which TPU(.*)instead of its text"),
+        (OnTPU(tpu_text(E4M3, E4M3), "TPU v4"), "a program for TPU v4(.*)It knows TPU7x, TPU v6"),
+        (OnTPU(tpu_text(E4M3, E4M3), "TPU7x", "cpu"), "a program for TPU7x and cpu"),
+    ],
+)
+def test_a_tpu_that_is_not_known(compiled, words):
+    with pytest.raises(ValueError, match=words):
+        fp8.programs.assert_fp8_gemms(compiled)
+
+
+def test_every_tpu_that_has_a_name_is_known():
+    tpus = {chip.kind for chip in CHIPS.values() if chip.platform == "tpu"}
+    assert tpus == set(_MULTIPLIES_E4M3)
 
 
 @pytest.mark.quick

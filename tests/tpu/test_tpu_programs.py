@@ -1,0 +1,79 @@
+"""`assert_fp8_gemms` and the memory of a program, on programs that the compiler of TPUs wrote."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from tpu_targets import array, compile_for
+
+import jaxfp8 as fp8
+from jaxfp8.programs._fp8_gemms import _find_gemms
+from jaxfp8.programs._memory import _buffers_of
+
+pytestmark = pytest.mark.tpu
+
+E4M3, E5M2, BFLOAT16 = fp8.E4M3.dtype, fp8.E5M2.dtype, jnp.bfloat16
+
+
+def multiply(x, w):
+    with jax.named_scope("jaxfp8.fprop"):
+        return jax.lax.dot(x, w, preferred_element_type=jnp.float32)
+
+
+# The chip, the dtypes, rows of x, and the matmuls in FP8 and in high precision.
+MATMULS = {
+    "E4M3": ("tpu7x", E4M3, E4M3, 256, (1, 0)),
+    "a gradient": ("tpu7x", E5M2, E4M3, 256, (1, 0)),
+    "one operand": ("tpu7x", BFLOAT16, E4M3, 256, (0, 1)),
+    "E4M3 on v6e": ("v6e", E4M3, E4M3, 256, (0, 1)),
+    "E5M2 on v6e": ("v6e", E5M2, E5M2, 256, (1, 0)),
+    "E4M3 on v5p": ("v5p", E4M3, E4M3, 256, (0, 1)),
+    "E4M3 on v5e": ("v5e", E4M3, E4M3, 256, (0, 1)),
+    "a row, which becomes a sum": ("tpu7x", E4M3, E4M3, 1, (0, 0)),
+}
+
+
+@pytest.mark.parametrize("row", MATMULS)
+def test_matmuls(row):
+    chip, lhs, rhs, rows, expected = MATMULS[row]
+    compiled = compile_for(chip, multiply, array(rows, 512, dtype=lhs), array(512, 256, dtype=rhs))
+    gemms = _find_gemms(compiled)
+    assert (len(gemms.fp8), len(gemms.high_precision)) == expected
+    if expected == (1, 0):
+        fp8.programs.assert_fp8_gemms(compiled)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(E4M3, (1, 0)), (BFLOAT16, (0, 1))])
+def test_ragged_dot(dtype, expected):
+    def grouped(x, w, sizes):
+        with jax.named_scope("jaxfp8.fprop"):
+            return jax.lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
+
+    arrays = array(512, 256, dtype=dtype), array(4, 256, 256, dtype=dtype)
+    gemms = _find_gemms(compile_for("tpu7x", grouped, *arrays, array(4, dtype=jnp.int32)))
+    assert (len(gemms.fp8), len(gemms.high_precision)) == expected
+
+
+def test_a_convolution_of_the_model_is_no_matmul():
+    layer = nn.Conv(64, (3, 3), dtype=jnp.bfloat16)
+    x = array(8, 16, 16, 32)
+    params = jax.eval_shape(layer.init, jax.random.key(0), x)
+    compiled = compile_for("tpu7x", layer.apply, params, x)
+    assert " convolution(" in compiled.as_text()
+    assert _find_gemms(compiled) == ((), ())
+
+
+def test_live_bytes_are_those_that_xla_allocates():
+    """Two matmuls in a row, too large for the memory on the chip."""
+
+    def twice(x, w):
+        dot = functools.partial(jax.lax.dot, preferred_element_type=jnp.bfloat16)
+        return dot(jnp.tanh(dot(jnp.tanh(dot(x, w)), w)), w)
+
+    compiled = compile_for("tpu7x", twice, array(8192, 8192), array(8192, 8192))
+    found = _buffers_of(compiled.as_text())
+    live = sum(buffer.bytes for buffer in found.live(found.peak))
+    allocated = compiled.memory_analysis().temp_size_in_bytes
+    assert 0.95 * allocated < live <= allocated
