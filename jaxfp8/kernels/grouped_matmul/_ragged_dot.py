@@ -61,8 +61,8 @@ def grouped_matmul(
         # `ragged_dot` needs operands that vary over the same mesh axes.
         leaves, tree = jax.tree.flatten((lhs, rhs, groups))
         leaves = [functools.reduce(vary_as, leaves, leaf) for leaf in leaves]
-        multiply = _sum_rows if call.sums_rows else _multiply_rows
-        return multiply(*jax.tree.unflatten(tree, leaves), call)
+        lhs, rhs, groups = jax.tree.unflatten(tree, leaves)
+        return (_sum_rows if call.sums_rows else _multiply_rows)(lhs, rhs, groups, call)
 
     result: Array = product(lhs, rhs, groups)
     return result

@@ -37,7 +37,7 @@ def call_of(matmul, dtype=jnp.float32):
 @pytest.mark.parametrize("name", ["current", "rowwise"])
 @pytest.mark.parametrize("matmul", GEOMETRY)
 def test_equals_the_definition(matmul, name, as_on_tpus):
-    """One program for all sizes: empty groups, ragged tiles, a tail with NaN, and no rows at all."""
+    """One program for all sizes: empty groups, ragged tiles, a tail with NaN, and no rows."""
     call, tokens = call_of(matmul), 40
 
     @jax.jit
