@@ -215,6 +215,7 @@ class Backend:
       estimated: of a cast: whether `plan/` knows its cost, that of one pass over the tensor. Other
         kernels cast only if the user names them.
       writes_transposed: of a cast: whether it writes a copy transposed if its direction says so.
+      tiles: of a grouped matmul: whether it takes operands with scales of tiles.
       tilings: of a matmul: gives every `tiling=` that it takes, for timings.
       rows: of a cast and of a grouped matmul: tiles of rows must be multiples of it.
     """
@@ -229,6 +230,7 @@ class Backend:
     route: Route | None = None
     estimated: bool = False
     writes_transposed: bool = False
+    tiles: bool = True
     tilings: Callable[[], Iterable[Any]] | None = None
     rows: int = 1
 

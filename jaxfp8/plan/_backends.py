@@ -34,7 +34,7 @@ from jaxfp8.plan._costs import (
     route_of,
     sides_of,
 )
-from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.recipes._recipe import Operands, Recipe
 
 XLA = ("xla",)
 
@@ -213,11 +213,18 @@ def grouped_backends(
     found = backends_for(chip, casts, matmuls, recipe, (rows, k, n))
     if chip is None or matmuls is not None:
         return found
-    kernels = kernels_of(chip_named(chip), grouped_matmul.BACKENDS)
-    chosen = {
-        name: (*kernels, *XLA)
-        if kernels and getattr(recipe, name).in_fp8
-        else tuple(by for by in getattr(found, name) if by in grouped_matmul.BACKENDS)
-        for name in MATMULS
-    }
+    chosen = {}
+    for name in MATMULS:
+        kernels = _grouped_kernels(getattr(recipe, name), chip_named(chip))
+        by_tile = (by for by in getattr(found, name) if by in grouped_matmul.BACKENDS)
+        chosen[name] = (*kernels, *XLA) if kernels else tuple(by_tile)
     return found._replace(**chosen)
+
+
+def _grouped_kernels(operands: Operands, chip: Chip) -> tuple[str, ...]:
+    """The kernels for a chip that multiply all groups."""
+    if not operands.in_fp8:
+        return ()
+    tables = grouped_matmul.BACKENDS
+    kernels = kernels_of(chip, tables)
+    return tuple(name for name in kernels if tables[name].tiles or not operands.in_tiles)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Matmul, Tensor
 from jaxfp8.kernels._dispatch import Chip, Route
+from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.quantizers._base import AbstractQuantizer
@@ -137,7 +138,8 @@ def route_of(sides: Sides, backend: str, chip: Chip, size: Shape) -> Route:
     tiles = [side.granularity.in_tiles for side in sides]
     if not all(side.in_fp8 for side in sides):
         return Route.DEQUANTIZED if any(side.in_fp8 for side in sides) else Route.PLAIN
-    route = BACKENDS[backend].route
+    # A kernel for all groups may have no dense matmul of its name.
+    route = (BACKENDS.get(backend) or grouped_matmul.BACKENDS[backend]).route
     if route is not None and (any(tiles) or route is not Route.BLOCK_SCALED):
         return route
     if any(tiles):

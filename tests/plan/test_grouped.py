@@ -84,6 +84,37 @@ def test_backends_by_name_and_by_chip():
     assert grouped_backends("b200", None, None, fp8.recipes.mxfp8(), SHAPE, 8).fprop[0] == "cudnn"
 
 
+def test_ragged_dot_multiplies_experts_on_a_tpu_7x():
+    """It takes no scales of tiles, and no other TPU multiplies E4M3."""
+    recipes = fp8.recipes
+    kernel, loop = ("ragged_dot", "xla"), ("xla",)
+    found = {
+        chip: grouped_backends(chip, None, None, recipes.current(), SHAPE, 8)[:3]
+        for chip in ("tpu7x", "v6e", "v5p", "v5e")
+    }
+    assert found.pop("tpu7x") == (kernel,) * 3
+    assert set(found.values()) == {(loop,) * 3}
+    high = recipes.rowwise(high_precision_wgrad=True)
+    for recipe, wanted in (
+        (recipes.rowwise(), (kernel,) * 3),
+        (high, (kernel, kernel, loop)),
+        (recipes.blockwise(), (loop,) * 3),
+        (recipes.mxfp8(), (loop,) * 3),
+        (recipes.identity(), (loop,) * 3),
+    ):
+        assert grouped_backends("tpu7x", None, None, recipe, SHAPE, 8)[:3] == wanted
+    assert grouped_backends("tpu7x", None, "xla", recipes.current(), SHAPE, 8)[:3] == (loop,) * 3
+
+
+def test_the_roofline_of_experts_on_a_tpu_7x():
+    m, k, n = SHAPE
+    by_kernel = estimate(8, fp8.recipes.current(), chip="tpu7x")
+    by_loop = estimate(8, fp8.recipes.current(), chip="tpu7x", matmuls="xla")
+    assert [by_kernel.wgrad.how[:4], by_loop.wgrad.how[-9:]] == ["FP8,", "in a loop"]
+    assert by_kernel.fprop.recipe.flops == 2 * (m + 8 * 128) * k * n  # half a tile a group
+    assert by_kernel.speedup > by_loop.speedup
+
+
 def test_groups_of_any_average_size_need_no_second_padding():
     """Blocks of rows are aligned, so the gain grows with the tokens of an expert."""
     shapes = [(8 * average, 4096, 2048) for average in (1088, 1100, 1152)]

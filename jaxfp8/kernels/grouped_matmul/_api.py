@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType, PyTree
-from jaxfp8.kernels._dispatch import Backend, dispatch
+from jaxfp8.kernels._dispatch import Backend, Route, dispatch
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.kernels.scaled_matmul import _api as scaled_matmul
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
@@ -136,8 +136,8 @@ def _varying_as(x: Array, arrays: PyTree) -> Array:
 
 # The grouped matmul for XLA: a loop over tiles, with the scaled matmul of one tile inside.
 #
-# `jax.lax.ragged_dot` is not used: for GPUs and CPUs XLA compiles it to a dense product, with the
-# work of E groups for each row.
+# `jax.lax.ragged_dot` is not used here: for GPUs and CPUs XLA compiles it to a dense product, with
+# the work of E groups for each row.
 
 
 def _grouped_by_xla(
@@ -162,8 +162,8 @@ def _elsewhere(like: Any, *operands: Any, tiling: Any = None) -> Array:
     return _grouped_by_xla(*operands, backend="xla")
 
 
-# Names are those of scaled matmuls, which also say the routes. A row with families is one kernel
-# for all groups. The others loop over tiles.
+# Most names are those of scaled matmuls, which also say the routes. A row with families is one
+# kernel for all groups. The others loop over tiles.
 BACKENDS: dict[str, Backend] = {
     "cudnn": Backend(function=functools.partial(_grouped_by_xla, backend="cudnn")),
     "xla": Backend(function=functools.partial(_grouped_by_xla, backend="xla")),
@@ -175,6 +175,16 @@ BACKENDS: dict[str, Backend] = {
         elsewhere=_elsewhere,
         families=("Hopper",),
         rows=128,
+    ),
+    "ragged_dot": Backend(
+        "jaxfp8.kernels.grouped_matmul._ragged_dot",
+        "grouped_matmul",
+        platform="tpu",
+        elsewhere=_elsewhere,
+        families=("Ironwood",),
+        route=Route.FP8_ROWS,
+        tiles=False,
+        rows=256,
     ),
     "reference": Backend(function=_grouped_by_definition),
 }

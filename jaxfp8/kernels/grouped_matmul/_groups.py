@@ -98,6 +98,17 @@ class Groups:
         row = self.first_row[:, None] + place
         return jnp.where(place < self.live_rows[:, None], row, self.tokens)
 
+    @property
+    def place(self) -> Array:
+        """i32[T], which row of all tiles [R * P] a row of the array is; R * P in the tail."""
+        row = jnp.arange(self.tokens, dtype=jnp.int32)[:, None]
+        begun = self.first_row[None, :] <= row  # the tiles until that of the row
+        tile = jnp.sum(begun, axis=1, dtype=jnp.int32) - 1
+        first_row = jnp.max(jnp.where(begun, self.first_row, 0), axis=1)
+        row = row[:, 0]
+        place = tile * self.tile + row - first_row
+        return jnp.where(row < jnp.sum(self.live_rows), place, self.count * self.tile)
+
     def tiled(self, x: Array) -> Array:
         """x [T, K] in tiles, [R, P, K]. Rows that no group has are 0, whatever x holds there."""
         return x.at[self.row].get(mode="fill", fill_value=0)

@@ -93,7 +93,7 @@ def _as_laid_out(x: Array) -> Array:
 # Scales that are constant along contracted axes: they are multiplied onto the product.
 
 
-def _along_output(scale: Array, geometry: Geometry, side: int) -> Array:
+def along_output(scale: Array, geometry: Geometry, side: int) -> Array:
     """A scale of lhs (side 0) or rhs, with the axes of the product, of size 1 where it has none."""
     if not scale.ndim:
         return scale
@@ -103,7 +103,7 @@ def _along_output(scale: Array, geometry: Geometry, side: int) -> Array:
     return jnp.expand_dims(scale, geometry.added_axes[side])
 
 
-def _scaled(product: Array, *scales: Array) -> Array:
+def scale_product(product: Array, *scales: Array) -> Array:
     """`product * scale * scale`, [batch, lhs kept, rhs kept] float32."""
     first, second = scales
     if jax.sharding.AxisType.Explicit in jax.typeof(product).sharding.mesh.axis_types:
@@ -212,8 +212,8 @@ def _tile_by_tile(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
                 # left, which broadcasts.
                 shape = [1 if axis in axes else size for axis, size in enumerate(operand.shape)]
                 scale = operand.granularity.expand(scale, tuple(shape))
-            scales.append(_along_output(scale, call.geometry, side))
-        return _scaled(_bfloat16_dot(values[0], values[1], call), *scales)
+            scales.append(along_output(scale, call.geometry, side))
+        return scale_product(_bfloat16_dot(values[0], values[1], call), *scales)
 
     # The loop starts from the first partial product, not from zeros: a carry must keep its type.
     # Its type has the sharding of the result, and the manual axes over which it varies.
@@ -286,14 +286,14 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
         out_sharding=call.out_sharding,
     )
     scales = [
-        _along_output(operand.scale, call.geometry, side) if operand.scale.ndim else operand.scale
+        along_output(operand.scale, call.geometry, side) if operand.scale.ndim else operand.scale
         for side, operand in enumerate((lhs, rhs))
     ]
     # cuBLASLt writes bfloat16 or float32. A float16 result is rounded from float32.
     matmul_dtype = out_dtype if out_dtype == jnp.bfloat16 else jnp.float32
 
     def scale_by_rows(product: Array, *scales: Array) -> Array:
-        return _scaled(product.astype(jnp.float32), *scales).astype(out_dtype)
+        return scale_product(product.astype(jnp.float32), *scales).astype(out_dtype)
 
     def bare(a: Array, b: Array, *scales: Array) -> Array:
         return scale_by_rows(dot(a, b, preferred_element_type=matmul_dtype), *scales)

@@ -361,7 +361,7 @@ def _scaled_sum(sums: Array, of_rows: Array, of_columns: Array) -> Array:
     rows, columns = (
         lax.broadcast_in_dim(x, sums.shape, (axis,)) for axis, x in enumerate((of_rows, of_columns))
     )
-    # The order of `scaled_matmul._xla._scaled`, so that results have the same bits.
+    # The order of `scaled_matmul._xla.scale_product`, so that results have the same bits.
     return sums * jnp.minimum(rows, columns) * jnp.maximum(rows, columns)
 
 

@@ -1,0 +1,131 @@
+"""Experts on TPUs: XLA's kernel of `jax.lax.ragged_dot` multiplies FP8 on a TPU 7x, or a loop does.
+
+XLA prints the kernel as a `tpu_custom_call`, whose operands have the dtypes that its matrix unit
+reads. It prints no `estimated_cycles` for it, as for no custom call.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from tpu_targets import array, compile_for, topology
+
+import jaxfp8 as fp8
+
+pytestmark = pytest.mark.tpu
+
+T, K, N, E = 512, 256, 128, 4
+E4M3, E5M2 = "f8e4m3fn", "f8e5m2"
+
+
+def kernels_for(gradients):
+    """The kernels of one layer, for gradients in this format."""
+    wgrad, fprop = ("jaxfp8.wgrad", (E4M3, gradients)), ("jaxfp8.fprop", (E4M3, E4M3))
+    return [("jaxfp8.dgrad", (gradients, E4M3)), fprop, wgrad]
+
+
+def kernels_of(text):
+    """(scope, dtypes of both operands) of each call of XLA's kernel."""
+    found = []
+    for line in text.splitlines():
+        if " custom-call(" not in line or "ragged-dot-none" not in line.partition("=")[0]:
+            continue
+        types = line.partition("operand_layout_constraints=")[2].partition(", metadata=")[0]
+        scope = re.search(r'op_name="[^"]*?(jaxfp8\.\w+)', line)
+        found.append((scope and scope[1], tuple(re.findall(r"(f\d\w*|bf16)\[", types))))
+    return sorted(found)
+
+
+def loops(text):
+    return text.count(" while(")
+
+
+def other_matmuls(text):
+    return len(re.findall(r" (?:convolution|dot)\(", text))
+
+
+def test_scales_of_tiles_are_multiplied_in_a_loop():
+    def forward(x, w, sizes):
+        how = {"recipe": fp8.recipes.blockwise(), "kernels": fp8.Kernels("tpu7x")}
+        return fp8.ragged_dot(x, w, sizes, **how)
+
+    shapes = array(T, K), array(E, K, N), array(E, dtype=jnp.int32)
+    text = compile_for("tpu7x", forward, *shapes).as_text()
+    assert not kernels_of(text)
+    assert loops(text) == other_matmuls(text) == 1
+
+
+def test_other_tpus_would_widen_the_operands_before_the_kernel():
+    """So `ragged_dot` is for a TPU 7x alone: E4M3 is copied to wider arrays first."""
+    x, w = (array(*shape, dtype=jnp.float8_e4m3fn) for shape in ((T, K), (E, K, N)))
+    run = functools.partial(lax.ragged_dot, preferred_element_type=jnp.float32)
+    read = {
+        chip: kernels_of(compile_for(chip, run, x, w, array(E, dtype=jnp.int32)).as_text())
+        for chip in ("tpu7x", "v6e", "v5p", "v5e")
+    }
+    assert read.pop("tpu7x") == [(None, (E4M3, E4M3))]
+    for chip, ((_, dtypes),) in read.items():
+        assert E4M3 not in dtypes, chip
+
+
+def test_under_vmap_scan_and_remat():
+    recipe, kernels = fp8.recipes.rowwise(), fp8.Kernels("tpu7x")
+
+    def network(x, w, sizes):
+        @jax.checkpoint
+        def layer(x, w):
+            return fp8.ragged_dot(x, w, sizes, recipe=recipe, kernels=kernels), None
+
+        return jnp.sum(lax.scan(layer, x, w)[0].astype(jnp.float32))
+
+    def run(x, w, sizes):
+        return jax.vmap(jax.grad(network, (0, 1)))(x, w, sizes)
+
+    shapes = array(2, T, N), array(2, 3, E, N, N), array(2, E, dtype=jnp.int32)
+    found = kernels_of(compile_for("tpu7x", run, *shapes).as_text())
+    assert set(found) == set(kernels_for(E4M3))
+
+
+def experts_on_eight_cores(recipe):
+    """Tokens go to experts that are split over the cores of a host, forward and backward."""
+    mesh = Mesh(np.array(topology("tpu7x").devices), ("expert",), (AxisType.Auto,))
+    split, experts = P("expert"), 2 * mesh.size
+
+    @jax.shard_map(in_specs=(split, split, P(), split), out_specs=(split, (split, split), P()))
+    def on_device(x, w, state, chosen):
+        way = fp8.moe.route(chosen, experts=experts, axis="expert", capacity_factor=1.25)
+
+        def loss(arrays, state):
+            how = {"recipe": recipe, "state": state, "kernels": fp8.Kernels("tpu7x")}
+            y = fp8.moe.dispatch_matmul(*arrays, way, **how)
+            return jnp.vdot(y, y)
+
+        total, gradients, state = fp8.value_and_grad(loss)((x, w), state)
+        return total[None], gradients, state
+
+    def put(*shape, dtype=jnp.bfloat16, spec=split):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    tokens = 256 * mesh.size
+    state = jax.eval_shape(lambda: fp8.init_state(recipe))
+    state = jax.tree.map(lambda s: put(*s.shape, dtype=s.dtype, spec=P()), state)
+    chosen = put(tokens, 2, dtype=jnp.int32)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(on_device).lower(put(tokens, K), put(experts, K, N), state, chosen)
+        return lowered.compile().as_text()
+
+
+def test_experts_on_eight_cores():
+    text = experts_on_eight_cores(fp8.recipes.delayed())
+    assert kernels_of(text) == kernels_for(E5M2)
+    assert not loops(text)
+    assert not other_matmuls(text)
+    assert "f64[" not in text
+    rows = set(re.findall(r"= (\w+)\[8,80,256\]\S* all-to-all\(", text))
+    assert rows == {"u8", "bf16"}  # tokens in FP8, and the others as they are
