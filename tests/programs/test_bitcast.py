@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from jaxfp8.programs._hlo import split_at_commas, tensors_of, tuple_types
-from jaxfp8.programs.on_cpu._rewrite import read_array_type
+from jaxfp8.programs.on_cpu._layouts import read_array_type
 from jaxfp8.programs.on_cpu._run import run_on_cpu
 
 
