@@ -46,12 +46,16 @@ class Array(NamedTuple):
         return int(found[1]) if found else 8
 
     @property
+    def is_float(self) -> bool:
+        """Whether elements are real floating-point numbers."""
+        return self.dtype.startswith(("f", "bf"))
+
+    @property
     def carrier(self) -> str:
         """The element type in which callbacks of jax get it. They take no FP8 and no 4 bits."""
         if self.bits < 8:
             return "f32"
-        short = self.dtype.startswith(("f", "bf")) and self.bits <= 16
-        return f"u{self.bits}" if short else self.dtype
+        return f"u{self.bits}" if self.is_float and self.bits <= 16 else self.dtype
 
 
 def read_array_type(text: str) -> Array:

@@ -71,6 +71,14 @@ _PORTABLE = re.compile(
 _IDENTITIES = ("AssumeGatherIndicesInBound",)
 _HALVES = ("X64Combine", "X64SplitLow", "X64SplitHigh")
 
+# XLA for TPUs mixes bfloat16 and float32 in these. They compute in the widest of the types.
+_MIXED = re.compile(
+    "abs|add|atan2|broadcast|cbrt|ceil|clamp|compare|concatenate|cosine|divide|"
+    "dynamic-update-slice|erf|exponential|exponential-minus-one|floor|is-finite|log|log-plus-one|"
+    "logistic|maximum|minimum|multiply|negate|pad|power|remainder|round-nearest-afz|"
+    "round-nearest-even|rsqrt|select|sign|sine|sqrt|subtract|tan|tanh"
+)
+
 # Attributes that do not change the result.
 _DROPPED = re.compile(
     "metadata|backend_config|frontend_attributes|sharding|control-predecessors|origin|"
@@ -212,14 +220,42 @@ class _Writer:
                 "print_large_constants."
             )
         attributes = split_at_commas(instruction.attributes.lstrip(", "))
+        also = [a for a in attributes if not _DROPPED.fullmatch(a.partition("=")[0])]
+        if _MIXED.fullmatch(instruction.opcode) and self._mixed(instruction, also):
+            return
         self._emit(
             strip_layouts(instruction.type),
             instruction.opcode,
             *instruction.operands,
             inside=instruction.inside if instruction.opcode in ("constant", "parameter") else None,
             name=instruction.name,
-            also=[a for a in attributes if not _DROPPED.fullmatch(a.partition("=")[0])],
+            also=also,
         )
+
+    def _mixed(self, instruction: Instruction, also: list[str]) -> bool:
+        """Writes an operation on floats of several types, and returns whether it is one."""
+        result = read_array_type(instruction.type)
+        types = [self._type_of(x) for x in instruction.operands]
+        floats = [type for type in (*types, result) if type.is_float]
+        if len({type.dtype for type in floats}) < 2:
+            return False
+        wide = max(floats, key=lambda type: type.bits).dtype
+        operands = [
+            self._converted(x, type, wide) if type.is_float else x
+            for x, type in zip(instruction.operands, types, strict=True)
+        ]
+        computed = result._replace(dtype=wide) if result.is_float else result
+        x = self._emit(
+            type_text(computed.dtype, result.shape), instruction.opcode, *operands, also=also
+        )
+        opcode = "copy" if computed.dtype == result.dtype else "convert"
+        self._emit(strip_layouts(instruction.type), opcode, x, name=instruction.name)
+        return True
+
+    def _converted(self, x: str, type: Array, dtype: str) -> str:
+        if type.dtype == dtype:
+            return x
+        return self._emit(type_text(dtype, type.shape), "convert", x)
 
     def _matmul(self, instruction: Instruction) -> None:
         """A call of jax's own callback target, which calls Python."""
