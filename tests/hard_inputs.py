@@ -4,6 +4,7 @@ import re
 
 import ml_dtypes
 import numpy as np
+import oracle
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 SHAPE = (11, 130)  # divides by nothing that a kernel likes
@@ -35,6 +36,20 @@ def hard_arrays(dtype) -> dict[str, np.ndarray]:
     arrays["a_row_of_each"] = np.stack([array[1] for array in list(arrays.values())[: SHAPE[0]]])
     with np.errstate(over="ignore", under="ignore"):
         return {name: array.astype(dtype) for name, array in arrays.items()}
+
+
+def cast_inputs(format) -> np.ndarray:
+    """All values of a format, midpoints, their float32 neighbours, all of bfloat16, and bits at
+    random; both signs.
+    """
+    values = oracle.values_of(format.name)
+    points = np.concatenate([values, (values[1:] + values[:-1]) / 2, [2 * values[-1]]]).astype(
+        np.float32
+    )
+    beside = [np.nextafter(points, np.float32(end)) for end in (0, np.inf)]
+    every = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    drawn = np.random.default_rng(0).integers(0, 2**32, 2**18, dtype=np.uint32).view(np.float32)
+    return np.concatenate([points, *beside, -points, *(-each for each in beside), every, drawn])
 
 
 def mentions(*parts: str) -> str:

@@ -14,13 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from cells import BLACKWELL as BLACKWELL
 from jax.experimental import topologies
 from program import Program
 
 import jaxfp8 as fp8
-
-BLACKWELL = fp8.Kernels("b200", casts="xla", matmuls="cudnn")
-"""Blackwell's block-scaled matmuls of any size, and casts by XLA."""
 
 
 @functools.cache

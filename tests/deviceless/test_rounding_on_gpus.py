@@ -5,10 +5,10 @@ Every value, the midpoints between neighbours and what lies beside them.
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from hard_inputs import cast_inputs
 from targets import compile_for
 
 import jaxfp8 as fp8
@@ -21,20 +21,6 @@ FORMATS = pytest.mark.parametrize("format", [fp8.E4M3, fp8.E5M2], ids=repr)
 CHIPS = pytest.mark.parametrize(
     "chip", ["h200", *(pytest.param(c, marks=pytest.mark.slow) for c in ("b200", "a100"))]
 )
-
-
-def inputs(format):
-    """All values of a format, midpoints, their float32 neighbours, all of bfloat16, and bits at
-    random; both signs.
-    """
-    values = oracle.values_of(format.name)
-    points = np.concatenate([values, (values[1:] + values[:-1]) / 2, [2 * values[-1]]]).astype(
-        np.float32
-    )
-    beside = [np.nextafter(points, np.float32(end)) for end in (0, np.inf)]
-    every = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
-    drawn = np.random.default_rng(0).integers(0, 2**32, 2**18, dtype=np.uint32).view(np.float32)
-    return np.concatenate([points, *beside, -points, *(-each for each in beside), every, drawn])
 
 
 def cast_and_back(format):
@@ -56,7 +42,7 @@ def run(chip, function, *arguments, **options):
 @pytest.mark.parametrize("m", [1.0, 0.1, 2.0**-9, 2.0**126])
 @pytest.mark.parametrize("excess_precision", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_every_value(chip, format, m, excess_precision):
-    x = inputs(format)
+    x = cast_inputs(format)
     found = run(
         chip,
         cast_and_back(format),
@@ -85,7 +71,7 @@ def test_a_conversion_would_be_folded():
 @FORMATS
 def test_stochastic_rounding(chip, format, monkeypatch):
     """The bits of the CPU's, of the same random bits."""
-    x = jnp.asarray(inputs(format))
+    x = jnp.asarray(cast_inputs(format))
     random = jnp.asarray(np.random.default_rng(1).integers(0, 2**32, x.shape, dtype=np.uint32))
 
     def function(x, random):

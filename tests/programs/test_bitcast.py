@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from jaxfp8.programs._hlo import split_at_commas, tensors_of, tuple_types
-from jaxfp8.programs.on_cpu._rewrite import read_array_type
+from jaxfp8.programs.on_cpu._layouts import read_array_type
 from jaxfp8.programs.on_cpu._run import run_on_cpu
 
 
@@ -111,5 +111,4 @@ def test_types_are_read():
     assert split_at_commas('a={1,2}, b="x,\\"y", c') == ["a={1,2}", 'b="x,\\"y"', "c"]
     with pytest.raises(ValueError, match="not an array of known size"):
         read_array_type("f32[<=4]{0}")
-    with pytest.raises(ValueError, match="plain layout"):
-        read_array_type("f32[8,128]{1,0:T(8,128)}")
+    assert read_array_type("bf16[8,128]{1,0:T(8,128)(2,1)S(1)}").tiles == ((8, 128), (2, 1))

@@ -1,1 +1,1 @@
-"""Runs a program that was compiled for a GPU on a CPU."""
+"""Runs a program that was compiled for a GPU or a TPU on a CPU."""

@@ -1,4 +1,6 @@
-"""The matmuls of a GPU program in NumPy: XLA's own, and calls of cuBLAS, cuBLASLt and cuDNN.
+"""The matmuls of a program in NumPy: XLA's own, and calls of cuBLAS, cuBLASLt and cuDNN.
+
+Those of a TPU program are convolutions (`_convolution.py`).
 
 A library call computes in float32:
 
@@ -30,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8.programs._hlo import Instruction, split_at_commas, tensors_of
+from jaxfp8.programs.on_cpu._convolution import as_the_matrix_unit_reads, convolve
 
 # label, lhs, rhs, lhs_scale, rhs_scale
 Seen: TypeAlias = Callable[[str, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None], Any]
@@ -119,13 +122,8 @@ def _dot(instruction: Instruction, operands: list[np.ndarray], dtype: np.dtype) 
 
 
 def _product(lhs: np.ndarray, rhs: np.ndarray, dimensions: Dimensions, dtype: Any) -> np.ndarray:
-    """lhs @ rhs before the rounding to `dtype`.
-
-    Floats are multiplied in float32, or in float64 if an operand or `dtype` is float64. Others are
-    multiplied in `dtype`.
-    """
-    if all(jnp.issubdtype(x.dtype, jnp.floating) for x in (lhs, rhs)):
-        dtype = np.float64 if np.float64 in (dtype, lhs.dtype, rhs.dtype) else np.float32
+    """lhs @ rhs before the rounding to `dtype`."""
+    dtype = _dtype_of_sums(lhs, rhs, dtype)
     lhs_contracting, rhs_contracting, lhs_batch, rhs_batch = (
         dimensions.get(side, []) for side in _SIDES
     )
@@ -139,6 +137,23 @@ def _product(lhs: np.ndarray, rhs: np.ndarray, dimensions: Dimensions, dtype: An
     b = rhs.astype(dtype).transpose(rhs_batch + rhs_contracting + columns)
     product = a.reshape((*batch, math.prod(m), k)) @ b.reshape((*batch, k, math.prod(n)))
     return product.reshape((*batch, *m, *n))
+
+
+def _dtype_of_sums(lhs: np.ndarray, rhs: np.ndarray, dtype: Any) -> Any:
+    """In what lhs and rhs are multiplied.
+
+    Floats are multiplied in float32, or in float64 if an operand or `dtype` is float64. Others are
+    multiplied in `dtype`.
+    """
+    if all(jnp.issubdtype(x.dtype, jnp.floating) for x in (lhs, rhs)):
+        return np.float64 if np.float64 in (dtype, lhs.dtype, rhs.dtype) else np.float32
+    return dtype
+
+
+def _convolution(instruction: Instruction, operands: list[np.ndarray], dtype: np.dtype) -> Computed:
+    lhs, rhs = as_the_matrix_unit_reads(operands, instruction.attributes)
+    sums = _dtype_of_sums(lhs, rhs, dtype)
+    return (*operands, None, None), [convolve(lhs, rhs, instruction.attributes, sums)]
 
 
 def _rounded(x: np.ndarray, algorithm: str) -> np.ndarray:
@@ -285,6 +300,7 @@ def _tile(columns: int, padded: int) -> int:
 # By opcode, or by the target of a custom call.
 MATMULS: dict[str, Callable[[Instruction, list[np.ndarray], np.dtype], Computed]] = {
     "dot": _dot,
+    "convolution": _convolution,
     "__cublas$gemm": _cublas,
     "__cublas$lt$matmul": _cublas,
     "__cublas$lt$matmul$f8": _cublas,

@@ -1,4 +1,4 @@
-"""`run_on_cpu`: runs a program that was compiled for a GPU on a CPU, to check its numbers."""
+"""`run_on_cpu`: runs a program for a GPU or a TPU on a CPU, to check its numbers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,26 +19,34 @@ def run_on_cpu(
     *arguments: Any,
     seen: Seen | None = None,
 ) -> Any:
-    """Runs an optimized GPU program on this machine's CPU.
+    """Runs an optimized program of a GPU or a TPU on this machine's CPU.
 
-    XLA's passes for GPUs can change numbers. For instance, they can drop a rounding to FP8. JAX can
-    compile for a GPU that is not present. This function runs such a program, so that you can
-    compare its numbers with those that the CPU computes.
+    XLA's passes for a chip can change numbers. For instance, those for GPUs can drop a rounding to
+    FP8. JAX can compile for a GPU or TPU that is not present. This function runs such a program, so
+    that you can compare its numbers with those that the CPU computes.
 
-    It keeps the conversions and branches that XLA made. Matmuls of cuBLAS, cuBLASLt, cuDNN and of
-    XLA's Triton emitter become sums in float32 that are rounded once. Nothing is cached: each call
-    rewrites and compiles.
+    It keeps the conversions and branches that XLA made. Matmuls become sums in float32 that are
+    rounded once: those of cuBLAS, cuBLASLt, cuDNN and of XLA's Triton emitter, and the convolutions
+    of TPUs. Float32 operands of a convolution are rounded to bfloat16 first, as the matrix unit
+    reads them at the default precision. Nothing is cached: each call rewrites and compiles.
 
-    Five properties of a GPU are not imitated:
+    These properties of a chip are not imitated:
 
     - The order of sums.
     - The short accumulator of Hopper's fast FP8 matmuls.
     - TF32, unless the program names it as the algorithm of a matmul.
-    - The approximations of transcendental functions.
+    - The passes of bfloat16 in float32 matmuls of a TPU above the default precision.
+    - The approximations of transcendental functions, and of division on a TPU.
     - The fusion of a multiply with an add.
+    - Subnormal float32 numbers, which TPUs flush to zero.
+    - What is below the optimized program: how a chip's own instruction converts to FP8.
+
+    Of TPU programs these cannot run, and are refused: kernels in Pallas (`tpu_custom_call`), also
+    XLA's own one of `jax.lax.ragged_dot`; float64; several devices.
 
     Args:
-      compiled: what `jax.jit(f).lower(...).compile()` returns, for one GPU, or the program's text.
+      compiled: what `jax.jit(f).lower(...).compile()` returns, for one GPU or TPU, or the
+        program's text.
       arguments: the arrays of `f` by position, without static arguments. Keyword arguments are
         refused. For a text, the flat arrays that its program takes.
       seen: a function that is called each time a matmul runs, also in loops and branches. Its
@@ -53,8 +61,8 @@ def run_on_cpu(
     Raises:
       TypeError: if `compiled` is neither a compiled function nor a text.
       ValueError: if the program does not take these arguments. Also if it cannot run on a CPU. It
-        must be for one device. It must not have hand-written kernels (Pallas, Triton), library
-        calls other than matmuls, or unknown opcodes.
+        must be for one device. It must not have kernels (Pallas, Triton), library calls other than
+        matmuls, or unknown opcodes.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The table of the tests of GPU programs.
+"""The table of the tests of GPU and TPU programs.
 
 Recipes with kernels, functions of them, and checks of what their matmuls read.
 
@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from targets import BLACKWELL
 
 import jaxfp8 as fp8
 from jaxfp8.quantizers import Current, Static
@@ -35,6 +34,8 @@ class Setup(NamedTuple):
     kernels: fp8.Kernels = fp8.Kernels()
 
 
+# Blackwell's block-scaled matmuls of any size, and casts by XLA.
+BLACKWELL = fp8.Kernels("b200", casts="xla", matmuls="cudnn")
 IDENTITY = Setup(fp8.recipes.identity())
 SETUPS = {
     "delayed": Setup(fp8.recipes.delayed()),
