@@ -29,8 +29,8 @@ ROOT = Path(__file__).parent
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = (
-    "lint", "readme", "newest", "optimized", "rounding", "gpu_programs", "guests", "plugs",
-    "docstrings", "notebooks", "budget",
+    "lint", "readme", "newest", "optimized", "rounding", "gpu_programs", "tpu_programs", "guests",
+    "plugs", "docstrings", "notebooks", "budget",
 )  # fmt: skip
 MOST_CPU_MINUTES = 160
 """More than this of all sessions together is an error. On a quiet machine they take 54. They
@@ -74,8 +74,8 @@ def python311(session: nox.Session) -> None:
 @nox.session(python="3.12")
 @measured
 def python312(session: nox.Session) -> None:
-    """The environment of the newest jax. Its CUDA wheels compile for GPUs that are not there."""
-    session.install(*LATEST, "-e", ".[test,examples,cuda13,triton]")
+    """The environment of the newest jax. Its wheels compile for GPUs and TPUs that are not there."""
+    session.install(*LATEST, "-e", ".[test,examples,cuda13,triton,tpu]")
 
 
 @nox.session(python="3.13")
@@ -96,7 +96,7 @@ def python(session: nox.Session, version: str, *arguments: str, **options: Any) 
     return str(session.run(str(executable), *arguments, external=True, **options))
 
 
-NEEDED = {"python311": "equinox", "python312": "jax_cuda13_plugin jax_triton"}
+NEEDED = {"python311": "equinox", "python312": "jax_cuda13_plugin jax_triton libtpu"}
 """Packages without which tests of an environment are skipped. conftest.py refuses to start."""
 
 
@@ -218,6 +218,14 @@ def gpu_programs(session: nox.Session) -> None:
     by_file = ("--dist", "loadfile")  # the tests of a file read the same programs
     rooms = () if session.posargs else ("tests/deviceless", "tests/kernels", "tests/benchmarks")
     pytest(session, "python312", *by_file, *select, *rooms)
+
+
+@nox.session(**NEWEST)
+@measured
+def tpu_programs(session: nox.Session) -> None:
+    """Programs compiled for TPUs: do matmuls read FP8, do casts round, what is sent; some rows."""
+    rooms = () if session.posargs else ("tests/tpu",)
+    pytest(session, "python312", "--dist", "loadfile", "-m", "tpu and not slow", *rooms)
 
 
 @nox.session(**NEWEST)

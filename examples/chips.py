@@ -12,6 +12,9 @@ import jax
 
 import jaxfp8 as fp8
 
+TPUS = {"TPU7x": "tpu7x", "TPU v6 lite": "v6e", "TPU v5": "v5p", "TPU v5 lite": "v5e"}
+"""What jax calls TPUs, and the names that `fp8.Kernels` has for them."""
+
 
 def add_chip(parser: argparse.ArgumentParser) -> None:
     """Add --chip, which `kernels_of` reads."""
@@ -26,8 +29,10 @@ def chip_here() -> str:
       ValueError: if it has none.
     """
     device = jax.devices()[0]
-    if device.platform in ("cpu", "tpu"):
-        return device.platform
+    if device.platform == "cpu":
+        return "cpu"
+    if device.device_kind in TPUS:
+        return TPUS[device.device_kind]
     for word in re.split("[ -]", device.device_kind.lower()):  # "NVIDIA A100-SXM4-80GB"
         try:
             return fp8.Kernels(word).chip

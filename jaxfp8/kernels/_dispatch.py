@@ -169,6 +169,7 @@ class Route(enum.Enum):
     PLAIN = "bf16"
     DEQUANTIZED = "bf16, operands dequantized"
     DEQUANTIZED_ROWS = "bf16, then a pass for scales of rows"
+    WIDENED = "bf16, operands widened in the matmul"
     FOLDED = "bf16, scales of tiles folded in"
     TILE_BY_TILE = "bf16, tile by tile"
     FP8 = "FP8"
@@ -189,7 +190,7 @@ class Route(enum.Enum):
     @property
     def reads_fp8(self) -> bool:
         """Whether the route reads FP8 values. Otherwise it reads bfloat16 values."""
-        return self.in_fp8 or self is Route.TILE_BY_TILE
+        return self.in_fp8 or self in (Route.TILE_BY_TILE, Route.WIDENED)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,17 +84,17 @@ def divide(numerator: float, denominator: Array, *, clamped: bool = True) -> Arr
     quotient and its inverse normal numbers. `clamped=False` saves it where the quotient is in
     range.
     """
-
-    def in_integers(denominator: Array) -> Array:
-        quotient = divide_in_integers(numerator, denominator)
-        return lax.select(denominator == denominator, quotient, denominator)  # NaN stays NaN
-
     quotient: Array = lax.platform_dependent(
         denominator,
-        tpu=in_integers,
+        tpu=functools.partial(_divide_on_tpu, numerator),
         default=functools.partial(_divide_in_float64, numerator, clamped=clamped),
     )
     return quotient
+
+
+def _divide_on_tpu(numerator: float, denominator: Array) -> Array:
+    quotient: Array = divide_in_integers(numerator, denominator)
+    return lax.select(denominator == denominator, quotient, denominator)  # NaN stays NaN
 
 
 def _divide_in_float64(numerator: float, denominator: Array, *, clamped: bool) -> Array:

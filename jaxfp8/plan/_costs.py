@@ -33,7 +33,15 @@ class Peak(NamedTuple):
     bf16: float  # operations/s of bfloat16 matmuls
     fp8: float | None  # operations/s of FP8 matmuls; None without FP8 units for E4M3
     bandwidth: float  # bytes/s of device memory
+    # Of what other kernels attain, the share of XLA's FP8 matmuls, and of its casts and amaxes.
+    matmuls: float = 1.0
+    casts: float = 1.0
 
+
+# Estimates of XLA's compiler for TPUs (`estimated_cycles`, libtpu 0.0.50), for a layer of
+# [8192, 5120] @ [5120, 13824]. Casts attain 0.34 to 0.37 of the bandwidth on each of these chips.
+# The FP8 matmuls of a TPU 7x attain 0.80 of the peak, and wgrad, which reads x transposed, 0.63.
+_ON_TPUS = 0.38  # of the 0.92 below
 
 # From NVIDIA's data sheets. If a data sheet gives a figure with sparsity, half of it is used.
 PEAKS = {
@@ -45,10 +53,10 @@ PEAKS = {
     "b200": Peak(bf16=2.25e15, fp8=4.5e15, bandwidth=8e12),  # an eighth of a DGX B200
     # From Google Cloud's pages of TPU7x, v6e and v5e, for one device of jax. That is a chip. Of
     # TPU7x it is one of the two cores of a chip, so half of the figures of the page.
-    "tpu7x": Peak(bf16=2307e12 / 2, fp8=4614e12 / 2, bandwidth=7.38e12 / 2),
-    "v6e": Peak(bf16=918e12, fp8=None, bandwidth=1.638e12),
-    "v5p": Peak(bf16=459e12, fp8=None, bandwidth=2.765e12),
-    "v5e": Peak(bf16=197e12, fp8=None, bandwidth=0.819e12),
+    "tpu7x": Peak(2307e12 / 2, 4614e12 / 2, bandwidth=7.38e12 / 2, matmuls=0.80, casts=_ON_TPUS),
+    "v6e": Peak(bf16=918e12, fp8=None, bandwidth=1.638e12, casts=_ON_TPUS),
+    "v5p": Peak(bf16=459e12, fp8=None, bandwidth=2.765e12, casts=_ON_TPUS),
+    "v5e": Peak(bf16=197e12, fp8=None, bandwidth=0.819e12, casts=_ON_TPUS),
 }
 
 # The share of the peak that a matmul attains. torchao found it for large matmuls on an H100
@@ -136,6 +144,8 @@ def route_of(sides: Sides, backend: str, chip: Chip, size: Shape) -> Route:
         return Route.FOLDED if all(side.exact for side in sides) else Route.TILE_BY_TILE
     # XLA makes no FP8 call for a matmul with one row or one column.
     in_fp8 = chip.fp8_matmul and 1 not in (size[0], size[2])
+    if chip.platform == "tpu":  # scales of rows are applied before the result is written
+        return Route.FP8 if in_fp8 else Route.WIDENED
     if any(side.granularity.in_rows for side in sides):
         return Route.FP8_ROWS if in_fp8 else Route.DEQUANTIZED_ROWS
     return Route.FP8 if in_fp8 else Route.DEQUANTIZED
@@ -155,7 +165,7 @@ def matmul_cost(
         steps = -(-k // tile)
         moved = 4 * operands + (4 + 8 + 4) * result * steps
         return kernel(peak, moved, flops, peak.bf16, launches=4 * steps)
-    rate, share = peak.fp8 if route.in_fp8 else peak.bf16, 1.0
+    rate, share = (peak.fp8, peak.matmuls) if route.in_fp8 else (peak.bf16, 1.0)
     assert rate is not None, "the chip has no FP8 units, but this route needs them"
     if route is Route.HOPPER_PALLAS:
         share = _OF_OTHERS
@@ -164,7 +174,7 @@ def matmul_cost(
             square = groups == 1 and in_tiles[-1].is_square
             rate = min(rate, _OF_BF16[square] * peak.bf16 / share)
     # Operands have 2 bytes a value, or 1 in FP8. The result has 2.
-    moved = (1 if route.in_fp8 else 2) * operands + 2 * result
+    moved = (1 if route.reads_fp8 else 2) * operands + 2 * result
     cost = kernel(peak, moved, flops, rate, share=share)
     if route is Route.HOPPER_PALLAS and k % _STEP and groups == 1:
         cost += kernel(peak, 2 * operands, launches=2)
@@ -214,7 +224,8 @@ def cast_cost(
             )
 
     def passes(bytes_a_value: float, **how: Any) -> Cost:
-        return kernel(PEAKS[chip.name], bytes_a_value * values, **how)
+        peak = PEAKS[chip.name]
+        return kernel(peak, bytes_a_value * values, **{"share": peak.casts} | how)
 
     cost, written, in_tiles, by_kernel = Cost(), 0, False, backend != "xla"
     by_xla = frozenset(name for name, route in routes.items() if not route.by_kernel)
@@ -248,8 +259,10 @@ def cast_cost(
         return cost
     at_most = _XLA_TILE_RATE if in_tiles else math.inf
     # Amaxes of tiles need a read for each direction. Those of the tensor, its rows and its columns
-    # share one. A second, small kernel ends each reduction.
-    amaxes = {each.granularity for q, of, _ in casts if isinstance(q, Current) for each in of}
+    # share one. A second, small kernel ends each reduction. XLA for GPUs finds the amax for the
+    # next step in the kernel that casts, and XLA for TPUs does not.
+    before = (Current, Delayed) if chip.platform == "tpu" else Current
+    amaxes = {each.granularity for q, of, _ in casts if isinstance(q, before) for each in of}
     reads = len(amaxes) if in_tiles else min(1, len(amaxes))
     if by_kernel:  # it finds amaxes of tiles in the same read
         return cost if in_tiles else cost + passes(2 * reads, launches=2 * reads)

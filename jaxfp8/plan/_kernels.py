@@ -74,6 +74,8 @@ class Kernels:
       two.
     - Scales of tensors and of rows, on GPUs with FP8 units ("l4" and "l40s" too): casts by XLA, and
       matmuls by cuBLASLt, which XLA calls with `compiler_options`.
+    - TPUs: casts and matmuls by XLA. Only "tpu7x" multiplies FP8, with scales of tensors and of
+      rows. Others gain memory and bytes on the wire ("TPUs" in docs/).
     - Experts (`fp8.ragged_dot`): on Hopper a grouped matmul in Pallas. Elsewhere a loop over tiles
       of rows, whose matmuls are chosen as above.
 
@@ -84,8 +86,9 @@ class Kernels:
     other than the named one the program may not compile.
 
     Attributes:
-      chip: "h100", "h200", "b200", "l4", "l40s", "a100", "mi300x", "tpu", "cpu", or None for every
-        chip. jaxfp8 never detects the chip, so all processes compile the same program.
+      chip: "h100", "h200", "b200", "l4", "l40s", "a100", "mi300x", "tpu7x", "v6e", "v5p", "v5e",
+        "cpu", or None for every chip. jaxfp8 never detects the chip, so all processes compile the
+        same program.
       casts: name of the backend of all casts: "xla", "mosaic" (Pallas), "triton", or "reference"
         (for tests). If a named backend cannot do a case, it raises an error. None: Pallas for tiles
         on Hopper and Blackwell, else XLA.

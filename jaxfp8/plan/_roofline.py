@@ -111,7 +111,7 @@ def roofline(
     Args:
       shape: (M, K, N) of y [M, N] = x [M, K] @ w [K, N] on one device.
       recipe: a Recipe, made of the quantizers of `fp8.quantizers`.
-      kernels: for "h200", "h100", "b200", "l4", "l40s" or "a100".
+      kernels: for "h200", "h100", "b200", "l4", "l40s", "a100", "tpu7x", "v6e", "v5p" or "v5e".
       weight_casts: how often w is cast in a forward and backward pass. It is 2 under
         `fp8.save_fp8_residuals()`, and 1 / 8 if `fp8.quantize_params` casts w once for 8
         microbatches. It is 0 for FP8 primary weights, which the optimizer casts.
@@ -126,7 +126,7 @@ def roofline(
 
     Raises:
       ValueError: for a shape that is not three positive integers, kernels without a chip, a chip
-        without figures (cpu, tpu, mi300x), the backend "reference", a quantizer that is not one of
+        without figures (cpu, mi300x), the backend "reference", a quantizer that is not one of
         `fp8.quantizers`, or a number of casts outside 0 to 1000.
       TypeError: if `recipe` is not a Recipe, or if `kernels` is not a Kernels.
 

@@ -32,7 +32,21 @@ Answers: TypeAlias = dict[str, str]
 
 RECIPES = FP8_RECIPES | {"identity": fp8.recipes.identity()}
 PARTS = ("x", "w", "g", "fprop", "dgrad", "wgrad")
-CHIPS = (None, "cpu", "tpu", "mi300x", "a100", "l4", "l40s", "h100", "h200", "b200")
+CHIPS = (
+    None,
+    "cpu",
+    "tpu7x",
+    "v6e",
+    "v5p",
+    "v5e",
+    "mi300x",
+    "a100",
+    "l4",
+    "l40s",
+    "h100",
+    "h200",
+    "b200",
+)
 SHAPES = (
     # A layer of Llama 8B, from the decoding of one token to training.
     *((tokens, 4096, 4096) for tokens in (1, 2, 8, 16, 32, 64, 128, 256, 512, 1024, 8192)),

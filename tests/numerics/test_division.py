@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8.numerics._exact import divide, divide_in_integers
+from jaxfp8.numerics._exact import _divide_on_tpu, divide, divide_in_integers
 from jaxfp8.numerics._scale import inverse
 
 MANTISSAS = (np.arange(2**23, dtype=np.uint32) | 0x3F800000).view(np.float32)  # [1, 2), all of them
@@ -159,3 +159,13 @@ def test_an_estimate_that_is_off(ulps, monkeypatch):
     for numerator in (1.0, 448.0):
         actual = jax.jit(lambda d, n=numerator: divide_in_integers.__wrapped__(n, d))(denominators)
         np.testing.assert_array_equal(actual, np.float32(numerator) / denominators)
+
+
+def test_tpus_divide_without_float64():
+    """A scale that is not known is NaN, and must not become a number."""
+    scales = np.array([np.nan, 0.75, 3.0, 2.0**126], np.float32)
+    np.testing.assert_array_equal(_divide_on_tpu(1.0, scales), np.float32(1) / scales)
+    for of in (lambda x: divide(448.0, x), inverse, lambda x: divide(1.0, x, clamped=False)):
+        traced = jax.jit(of).trace(scales)
+        assert "f64" not in traced.lower(lowering_platforms=("tpu",)).as_text()
+        assert "f64" in traced.lower(lowering_platforms=("cpu",)).as_text()

@@ -12,7 +12,7 @@ from jaxfp8.kernels.cast import _api as cast
 from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
 from jaxfp8.kernels.scaled_matmul import _api as scaled_matmul
 from jaxfp8.plan._backends import Backends, _kernels_for, casting_backends, faster_than_xla
-from jaxfp8.plan._costs import PEAKS, Peak, sides_of
+from jaxfp8.plan._costs import sides_of
 
 SHAPE = (8192, 4096, 4096)
 STATIC = {"x_scale": 0.1, "w_scale": 0.1, "g_scale": 0.1}
@@ -117,10 +117,10 @@ def test_a_grouped_matmul_has_the_name_of_a_matmul():
     assert grouped_matmul.BACKENDS.keys() <= scaled_matmul.BACKENDS.keys()
 
 
-def test_a_kernel_for_a_tpu_is_a_row_and_figures(monkeypatch):
+def test_a_kernel_for_a_tpu_is_a_row(monkeypatch):
     """The program has these kernels on a TPU. A CPU runs `elsewhere`."""
     multiply, cast_all = (of.BACKENDS["xla"].function for of in (scaled_matmul, cast))
-    of_tpu = {"platform": "tpu", "families": ("TPU",)}
+    of_tpu = {"platform": "tpu", "families": ("Ironwood",)}
     matmul = Backend(
         function=lambda lhs, rhs, call: jnp.sin(multiply(lhs, rhs, call)),
         elsewhere=lambda like, *operands: multiply(*operands),
@@ -135,13 +135,12 @@ def test_a_kernel_for_a_tpu_is_a_row_and_figures(monkeypatch):
     )
     monkeypatch.setitem(scaled_matmul.BACKENDS, "of tpu", matmul)
     monkeypatch.setitem(cast.BACKENDS, "of tpu", casting)
-    monkeypatch.setitem(PEAKS, "tpu", Peak(bf16=1e15, fp8=2e15, bandwidth=4e12))
-    recipe, tpu, shape = TILES["blockwise"], fp8.Kernels("tpu"), (4096, 4096, 4224)
+    recipe, tpu, shape = TILES["blockwise"], fp8.Kernels("tpu7x"), (4096, 4096, 4224)
     # Choices are cached. No other test asks for this shape.
     assert set(tpu.backends(recipe, shape)) == {("of tpu", "xla")}
     assert "FP8, block-scaled; xla" in tpu.choices(recipe, shape).wgrad.why
     assert fp8.Kernels("h200").backends(recipe, shape).x == ("mosaic", "xla")
-    with pytest.raises(ValueError, match=mentions("casts='of tpu' is made for TPU", "'h200'")):
+    with pytest.raises(ValueError, match=mentions("casts='of tpu' is made for Ironwood", "'h200'")):
         fp8.Kernels("h200", casts="of tpu")
     x, w = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in (shape[:2], shape[1:]))
     run = jax.jit(lambda x, w: fp8.dot(x, w, recipe=recipe, kernels=tpu))
@@ -152,7 +151,7 @@ def test_a_kernel_for_a_tpu_is_a_row_and_figures(monkeypatch):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((128, 128)), jnp.float32)
     dots = [
         fp8.dot(x, x, recipe=recipe, kernels=kernels)
-        for kernels in (fp8.Kernels("tpu", casts="of tpu", matmuls="of tpu"), fp8.Kernels())
+        for kernels in (fp8.Kernels("tpu7x", casts="of tpu", matmuls="of tpu"), fp8.Kernels())
     ]
     np.testing.assert_array_equal(*dots)
 

@@ -37,7 +37,7 @@ def by_part(kernels, recipe, shape=SHAPE):
     return {part: getattr(choices, part) for part in PARTS}
 
 
-@pytest.mark.parametrize("chip", [None, "tpu", "cpu", "mi300x", "a100", "l4", "l40s"])
+@pytest.mark.parametrize("chip", [None, "tpu7x", "v5e", "cpu", "mi300x", "a100", "l4", "l40s"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_chips_without_kernels(chip, recipe):
     assert {c.backend for c in by_part(fp8.Kernels(chip), RECIPES[recipe]).values()} == {"xla"}

@@ -42,7 +42,8 @@ SHAPE = (8192, 4096, 4096)
             ("casts='mosaic'", "Hopper and Blackwell", "'l4'"),
         ),
         (ValueError, {"chip": "a100", "casts": "triton"}, ("casts='triton'", "Ada and", "'a100'")),
-        (ValueError, {"chip": "tpu", "casts": "triton"}, ("casts='triton'", "chip='tpu'", "Leave")),
+        (ValueError, {"chip": "v6e", "casts": "triton"}, ("casts='triton'", "chip='v6e'", "Leave")),
+        (ValueError, {"chip": "tpu"}, ("chip='tpu'", "'tpu7x', 'v6e', 'v5p', 'v5e'", "leave")),
         (ValueError, {"chip": "cpu", "matmuls": "mosaic"}, ("made for Hopper", "chip='cpu'")),
         (TypeError, {"chip": "h200", "timings": "h200.json"}, ("timings='h200.json'", ".load(")),
         (TypeError, {"timings": fp8.plan.Timings}, ("must be fp8.plan.Timings",)),
@@ -130,7 +131,7 @@ def test_the_cure_works(given):
 
 
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("chip", ["h200", pytest.param("b200", marks=pytest.mark.slow), "tpu"])
+@pytest.mark.parametrize("chip", ["h200", pytest.param("b200", marks=pytest.mark.slow), "tpu7x"])
 def test_every_door_gives_the_same_on_a_cpu(door, chip):
     theirs = DOORS[door](None)
     np.testing.assert_array_equal(DOORS[door](fp8.Kernels(chip)), theirs, strict=True)

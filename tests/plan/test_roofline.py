@@ -379,7 +379,7 @@ def test_shapes_that_are_none(shape):
 
 
 @pytest.mark.parametrize(
-    ("chip", "says"), [("cpu", "no figures"), ("tpu", "no figures"), ("h300", "unknown")]
+    ("chip", "says"), [("cpu", "no figures"), ("mi300x", "no figures"), ("h300", "unknown")]
 )
 def test_chips_that_cannot_be_estimated(chip, says):
     with pytest.raises(ValueError, match=mentions(chip, says, "h200")):
