@@ -20,10 +20,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# These variables have no effect after jax is imported. The last one lets several processes compile.
+# These variables have no effect after jax is imported.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "tpu"))
 
 import tpu_program
