@@ -4,12 +4,17 @@ Nothing runs; the compiled program is read.
 """
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
+
+# Several processes compile at once, as the workers of pytest-xdist do. Without it the second one
+# stops at a lock file, because a TPU belongs to one process.
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 # Of each chip the smallest slice that its compiler takes: one host.
 TOPOLOGIES = {"tpu7x": "tpu7x:2x2x1", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "v5e": "v5e:2x2"}
