@@ -74,7 +74,7 @@ def python311(session: nox.Session) -> None:
 @nox.session(python="3.12")
 @measured
 def python312(session: nox.Session) -> None:
-    """The environment of the newest jax. Its wheels compile for GPUs and TPUs that are not there."""
+    """The environment of the newest jax. Its wheels compile for chips that are not there."""
     session.install(*LATEST, "-e", ".[test,examples,cuda13,triton,tpu]")
 
 
