@@ -204,9 +204,9 @@ def grouped_backends(
 ) -> Backends:  # fmt: skip
     """The backends of a grouped matmul of shape (T, K, N), as `backends_for`.
 
-    If a kernel for all groups is written for the chip, it multiplies every FP8 matmul: XLA's
-    program reads the matrix of a group once for each of its tiles. On other chips XLA loops over
-    tiles, and estimates choose what multiplies one.
+    If a kernel for all groups is written for the chip, it multiplies every FP8 matmul that it
+    takes: XLA's loop reads the matrix of a group once for each of its tiles. Otherwise XLA loops
+    over tiles, and estimates choose what multiplies one.
     """
     tokens, k, n = shape
     rows = tile_rows(tokens, groups, recipe.whole_tiles) if tokens and groups else 1
