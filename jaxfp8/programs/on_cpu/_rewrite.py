@@ -181,6 +181,11 @@ class _Writer:
             (called,) = instruction.computations("calls")
             to = f"to_apply=%{called}"
             self._emit(strip_layouts(type), "call", *instruction.operands, name=name, also=[to])
+        elif opcode == "rng-bit-generator" and "algorithm=rng_default" in instruction.attributes:
+            raise ValueError(
+                f"cannot run on a CPU: {name} draws bits by the chip's own algorithm. Use keys of "
+                'jax.random.key(seed, impl="threefry2x32"), whose bits are the same everywhere.'
+            )
         elif _PORTABLE.fullmatch(opcode):
             self._copy(instruction)
         else:
