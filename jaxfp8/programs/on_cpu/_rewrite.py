@@ -41,7 +41,8 @@ from jaxfp8.programs.on_cpu._matmuls import MATMULS, Matmuls, matmul_name
 
 def _row_major(dtype: str, shape: tuple[int, ...]) -> str:
     order = ",".join(str(d) for d in reversed(range(len(shape))))
-    return f"{type_text(dtype, shape)}{{{order}}}"
+    layout = f"{{{order}}}" if shape else ""  # the parser takes no `{}` here
+    return type_text(dtype, shape) + layout
 
 
 def _zero(type: Array) -> str:
