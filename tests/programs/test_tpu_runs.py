@@ -314,3 +314,12 @@ def test_kernels_are_refused_by_name(target):
             f"ROOT %y = f32[4]{{0:T(128)}} custom-call(%x), {call}",
             arguments=[jax.numpy.zeros(4)],
         )
+
+
+def test_bits_of_the_chip_are_refused():
+    with pytest.raises(ValueError, match="draws bits by the chip's own algorithm"):
+        run(
+            "%k = u64[2]{0} parameter(0)",
+            "ROOT %y = (u64[2]{0}, u32[4]{0}) rng-bit-generator(%k), algorithm=rng_default",
+            arguments=[np.zeros(2, np.uint64)],
+        )

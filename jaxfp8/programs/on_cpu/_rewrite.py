@@ -41,7 +41,8 @@ from jaxfp8.programs.on_cpu._matmuls import MATMULS, Matmuls, matmul_name
 
 def _row_major(dtype: str, shape: tuple[int, ...]) -> str:
     order = ",".join(str(d) for d in reversed(range(len(shape))))
-    return f"{type_text(dtype, shape)}{{{order}}}"
+    layout = f"{{{order}}}" if shape else ""  # the parser takes no `{}` here
+    return type_text(dtype, shape) + layout
 
 
 def _zero(type: Array) -> str:
@@ -181,6 +182,11 @@ class _Writer:
             (called,) = instruction.computations("calls")
             to = f"to_apply=%{called}"
             self._emit(strip_layouts(type), "call", *instruction.operands, name=name, also=[to])
+        elif opcode == "rng-bit-generator" and "algorithm=rng_default" in instruction.attributes:
+            raise ValueError(
+                f"cannot run on a CPU: {name} draws bits by the chip's own algorithm. Use keys of "
+                'jax.random.key(seed, impl="threefry2x32"), whose bits are the same everywhere.'
+            )
         elif _PORTABLE.fullmatch(opcode):
             self._copy(instruction)
         else:

@@ -42,7 +42,8 @@ def run_on_cpu(
     - What is below the optimized program: how a chip's own instruction converts to FP8.
 
     Of TPU programs these cannot run, and are refused: kernels in Pallas (`tpu_custom_call`), also
-    XLA's own one of `jax.lax.ragged_dot`; float64; several devices.
+    XLA's own one of `jax.lax.ragged_dot`; keys of the implementation "rbg"; float64; several
+    devices.
 
     Args:
       compiled: what `jax.jit(f).lower(...).compile()` returns, for one GPU or TPU, or the
