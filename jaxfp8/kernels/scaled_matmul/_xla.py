@@ -10,8 +10,8 @@ varies along an axis never matches. It may vary along an axis of the operand, or
 `jax.vmap` adds (experts). Then the bare payloads are multiplied, which matches, too. One more
 elementwise pass scales the result.
 
-On TPUs the bare payloads are multiplied. The matrix unit of a TPU 7x reads them as they are. For
-those of other TPUs XLA widens them inside of the matmul.
+On TPUs the bare payloads are multiplied, too. The matrix unit of a TPU 7x reads them as they are.
+For those of other TPUs XLA widens them inside of the matmul.
 
 On other platforms the payloads are multiplied as bfloat16 with float32 accumulation, because every
 FP8 value is exact in bfloat16. Then the float32 product is scaled.
@@ -289,7 +289,9 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
         along_output(operand.scale, call.geometry, side) if operand.scale.ndim else operand.scale
         for side, operand in enumerate((lhs, rhs))
     ]
-    # cuBLASLt writes bfloat16 or float32. A float16 result is rounded from float32.
+    # cuBLASLt writes bfloat16 or float32. A float16 result is rounded from float32. In an Auto mesh
+    # XLA sums over devices what the matmul writes. As float32, gradients of weights would be twice
+    # the bytes on the wire.
     matmul_dtype = out_dtype if out_dtype == jnp.bfloat16 else jnp.float32
 
     def scale_by_rows(product: Array, *scales: Array) -> Array:
@@ -309,14 +311,6 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
         )
         return dot(a, b, preferred_element_type=matmul_dtype).astype(out_dtype)
 
-    def tpu(a: Array, b: Array, *scales: Array) -> Array:
-        # The result leaves the matrix unit as float32. XLA scales it before it is written.
-        product = lax.dot_general(
-            a, b, call.geometry.dimension_numbers,
-            preferred_element_type=jnp.float32, out_sharding=call.out_sharding,
-        )  # fmt: skip
-        return scale_by_rows(product, *scales)
-
     def portable(a: Array, b: Array, *scales: Array) -> Array:
         product = dot(
             a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), preferred_element_type=jnp.float32
@@ -330,7 +324,7 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
     per_tensor = lhs.granularity.in_one and rhs.granularity.in_one
     cuda = _unless_scales_are_mapped(dequantizing, bare) if per_tensor else bare
     return lax.platform_dependent(
-        lhs.values, rhs.values, *scales, cpu=cpu, cuda=cuda, tpu=tpu, default=portable
+        lhs.values, rhs.values, *scales, cpu=cpu, cuda=cuda, tpu=bare, default=portable
     )
 
 
