@@ -74,6 +74,7 @@ class Client:
       losses: how many losses each row prints.
       prints: a name for other numbers in the output, and a regular expression whose group 1 is one.
       program: a regular expression for the name of the XLA module of the train step.
+      counts: the script beside this file that counts the matmuls of a folder of dumps.
       rows: what is run.
       lines: statements and lines of config that a user writes, with: jaxfp8, its own FP8, qwix.
     """
@@ -92,5 +93,6 @@ class Client:
     losses: int
     prints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     program: str
+    counts: str = "_matmuls.py"
     rows: tuple[Row, ...]
     lines: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -130,7 +130,7 @@ def run(client: Client, row: Row, python: Path, checkout: Path, log: Path) -> di
         if len(losses) != most or not all(map(math.isfinite, losses)):
             return {**result, "error": f"it printed {len(losses)} losses, and should print {most}"}
         counted = subprocess.run(
-            [str(python), str(HERE / "_matmuls.py"), str(dumps)],
+            [str(python), str(HERE / client.counts), str(dumps)],
             capture_output=True, text=True, env=given | {"XLA_FLAGS": ""}, check=False,
         )  # fmt: skip
         if counted.returncode:
