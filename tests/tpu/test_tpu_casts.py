@@ -181,11 +181,14 @@ def test_casts_that_are_widened(chip, dtype):
         assert_same_bits(ours, theirs)
 
 
-RECIPES = ("delayed", "current", "rowwise", "blockwise", "mxfp8")
+def slow(name):
+    return pytest.param(name, marks=pytest.mark.slow)
 
 
 @CHIPS
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", ["delayed", slow("current"), "rowwise", slow("blockwise"), "mxfp8"]
+)
 def test_matmuls_of_a_layer_read_the_tensors_of_the_cpu(chip, name):
     setup, matmuls = cells.SETUPS[name], cells.Matmuls()
     state, *tensors = cells.state_for(setup), *cells.arrays()
@@ -203,7 +206,8 @@ def test_matmuls_of_a_layer_read_the_tensors_of_the_cpu(chip, name):
             assert not cells.differs(operand, scale, q), matmul.name
     (_, cpu_y), cpu_gradients, cpu_new = jax.jit(function)(state, *tensors)
     jax.tree.map(assert_same_bits, new, cpu_new)
-    # Only the order of sums differs.
+    # The order of sums differs. Outside of tiles, a result is rounded before and after the scale.
+    bound = 2**-8 if setup.recipe.tile is None else 1e-4
     for ours, theirs in zip((y, dx, dw), (cpu_y, *cpu_gradients), strict=True):
         ours, theirs = (np.asarray(v, np.float32) for v in (ours, theirs))
-        assert np.linalg.norm(ours - theirs) < 1e-4 * np.linalg.norm(theirs)
+        assert np.linalg.norm(ours - theirs) < bound * np.linalg.norm(theirs)

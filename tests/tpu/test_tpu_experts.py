@@ -121,6 +121,7 @@ def experts_on_eight_cores(recipe):
         return lowered.compile().as_text()
 
 
+@pytest.mark.slow
 def test_experts_on_eight_cores():
     text = experts_on_eight_cores(fp8.recipes.delayed())
     assert kernels_of(text) == kernels_for(E5M2)

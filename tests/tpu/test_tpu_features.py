@@ -24,11 +24,9 @@ QUICK = {
     "recipe: rowwise()",
     "recipe: mxfp8()",
     "recipe: current(gradient_rounding=stochastic)",
-    "op: dot_general with a batch axis, current",
     "jax: donated arguments, delayed",
     "optim: adamw, BFloat16()",
     "optim: master weights, Float16()",
-    "comms: all_gather",
 }
 # XLA multiplies tiles in bfloat16, because a matrix unit has no scales. A tile along a contracted
 # axis with a float32 scale is multiplied alone, and read in FP8.
