@@ -18,7 +18,7 @@ TPUS = {"TPU7x": "tpu7x", "TPU v6 lite": "v6e", "TPU v5": "v5p", "TPU v5 lite": 
 
 def add_chip(parser: argparse.ArgumentParser) -> None:
     """Add --chip, which `kernels_of` reads."""
-    text = "chip that decides kernels and XLA's options: h200, b200, ... (default: this machine's)"
+    text = "chip that decides kernels and XLA's options: h200, tpu7x, ... (default: this machine's)"
     parser.add_argument("--chip", help=text)
 
 

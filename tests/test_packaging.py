@@ -127,7 +127,7 @@ def test_what_is_imported_is_required(folder):
 
 
 def test_extras_have_a_folder():
-    tools = {"cuda12", "cuda13", "dev"}  # plugins of jax, and commands
+    tools = {"cuda12", "cuda13", "tpu", "dev"}  # plugins of jax, and commands
     assert {*PROJECT["optional-dependencies"]} - tools == {*FOLDERS} - {"dependencies"}
 
 

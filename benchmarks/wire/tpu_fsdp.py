@@ -36,7 +36,7 @@ from jax.sharding import PartitionSpec as P
 import jaxfp8 as fp8
 from jaxfp8.sharding import Shard
 
-LAYERS, D, F, TOKENS = 4, 8192, 16384, 2048  # tokens on one core
+LAYERS, D, F, TOKENS = 4, 8192, 16384, 1024  # tokens on one core
 SLICES = {8: "tpu7x:2x2x1", 64: "tpu7x:2x4x4"}
 RECIPES = {
     "bfloat16": fp8.recipes.identity(),
@@ -56,6 +56,8 @@ def compiled(recipe: fp8.Recipe, cores: int) -> jax.stages.Compiled:
 
     def layer(h: Any, given: Any) -> tuple[Any, None]:
         (up, down), (of_up, of_down) = given
+        # Otherwise XLA may split the features of activations, and sum results over cores.
+        h = jax.lax.with_sharding_constraint(h, NamedSharding(mesh, P("fsdp")))
         hidden = checkpoint_name(dot(h, up, state=of_up), "product")
         y = checkpoint_name(dot(jax.nn.gelu(hidden), down, state=of_down), "product")
         return h + y, None

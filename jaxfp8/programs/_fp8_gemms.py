@@ -98,14 +98,17 @@ def _is_tpu_matmul(instruction: Instruction) -> bool:
     )
 
 
+def _device_kinds(compiled: Any) -> list[str]:
+    """What jax calls the devices of a compiled program. Empty for a text."""
+    if isinstance(compiled, str):
+        return []
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return sorted({device.device_kind for each in shardings for device in each.device_set})
+
+
 def _tpu_multiplies(compiled: Any) -> Callable[[list[str]], bool]:
     """A function that says whether the TPU of this program multiplies in FP8, by operand types."""
-    shardings = (
-        ()
-        if isinstance(compiled, str)
-        else jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    )
-    kinds = sorted({device.device_kind for each in shardings for device in each.device_set})
+    kinds = _device_kinds(compiled)
 
     def multiplies(types: list[str]) -> bool:
         # A kernel also reads the sizes of groups, and may read scales.
@@ -127,6 +130,26 @@ def _tpu_multiplies(compiled: Any) -> Callable[[list[str]], bool]:
         return _E4M3 not in dtypes or _MULTIPLIES_E4M3[kinds[0]]
 
     return multiplies
+
+
+def _advice(kinds: list[str]) -> str:
+    """What to do if no matmul is in FP8, on devices of these kinds."""
+    if any(_MULTIPLIES_E4M3.get(kind) for kind in kinds):
+        return (
+            f"None in FP8: a {kinds[0]} multiplies operands with scales of tensors or rows in FP8, "
+            "and tiles in bfloat16. Use delayed(), current() or rowwise()."
+        )
+    if any(kind in _MULTIPLIES_E4M3 for kind in kinds):
+        return (
+            f"None in FP8: a {kinds[0]} converts E4M3 to a wider type inside of each matmul. No "
+            'change of your code helps. Of TPUs only 7x ("tpu7x") multiplies E4M3.'
+        )
+    return (
+        'None in FP8: write kernels = fp8.Kernels("h200"), or another chip with FP8 matmuls '
+        '(compute capability 8.9 or later, or "tpu7x"). Compile with jax.jit(f, '
+        "compiler_options=kernels.compiler_options(recipe)). CPUs emulate FP8 and have no FP8 "
+        "matmuls. Recipes with tiles also need kernels=kernels in each layer."
+    )
 
 
 def assert_fp8_gemms(compiled: Any, expected: int | None = None) -> None:
@@ -191,11 +214,5 @@ def assert_fp8_gemms(compiled: Any, expected: int | None = None) -> None:
             "No matmul of a recipe at all: compile a step whose layers have an FP8 recipe."
         )
     elif not gemms.fp8:
-        lines.append(
-            'None in FP8: write kernels = fp8.Kernels("h200"), or another chip with FP8 matmuls '
-            '(compute capability 8.9 or later, or "tpu7x"). Compile with jax.jit(f, '
-            "compiler_options=kernels.compiler_options(recipe)). CPUs emulate FP8 and have no FP8 "
-            "matmuls. TPUs before 7x convert E4M3 to a wider type. Recipes with tiles also need "
-            "kernels=kernels in each layer. TPUs multiply tiles in bfloat16."
-        )
+        lines.append(_advice(_device_kinds(compiled)))
     raise AssertionError("\n".join(lines))
