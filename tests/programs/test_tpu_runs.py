@@ -249,14 +249,16 @@ def test_matmuls_in_branches(taken):
 def test_bfloat16_and_float32_in_one_operation():
     x = jnp.asarray([0.1, 300, -7], jnp.bfloat16)
     low, high = np.float32(0.3), np.float32(200.3)
-    y, z, equal = run(
+    y, z, equal, copied = run(
         "%x = bf16[3]{0:T(256)} parameter(0)",
         "%low = f32[] constant(0.3)",
         "%high = f32[] constant(200.3)",
         "%y = f32[3]{0:T(128)} clamp(%low, %x, %high)",
         "%z = bf16[3]{0:T(256)} multiply(%y, %x)",
         "%e = pred[3]{0:T(512)} compare(%y, %x), direction=EQ",
-        "ROOT %t = (f32[3]{0:T(128)}, bf16[3]{0:T(256)}, pred[3]{0:T(512)}) tuple(%y, %z, %e)",
+        "%c = bf16[3]{0:T(256)} copy(%y)",
+        "ROOT %t = (f32[3]{0:T(128)}, bf16[3]{0:T(256)}, pred[3]{0:T(512)}, bf16[3]{0:T(256)}) "
+        "tuple(%y, %z, %e, %c)",
         arguments=[x],
     )
     wide = np.asarray(x, np.float32)
@@ -264,6 +266,7 @@ def test_bfloat16_and_float32_in_one_operation():
     assert y.tolist() == wanted.tolist()
     assert z.tolist() == (wanted * wide).astype(jnp.bfloat16).tolist()
     assert equal.tolist() == (wanted == wide).tolist()
+    assert copied.tolist() == wanted.astype(jnp.bfloat16).tolist()
 
 
 def test_custom_calls_of_xla():

@@ -74,6 +74,20 @@ def test_other_tpus_would_widen_the_operands_before_the_kernel():
         assert E4M3 not in dtypes, chip
 
 
+def test_a_higher_precision_of_jax_does_not_reach_the_kernel():
+    # XLA's kernel does not compile for FP8 operands at that precision.
+    def step(x, w, sizes):
+        how = {"recipe": fp8.recipes.current(), "kernels": fp8.Kernels("tpu7x")}
+        y, backward = jax.vjp(lambda x, w: fp8.ragged_dot(x, w, sizes, **how), x, w)
+        return backward(y)
+
+    with jax.default_matmul_precision("highest"):
+        compiled = compile_for(
+            "tpu7x", step, array(T, K), array(E, K, N), array(E, dtype=jnp.int32)
+        )
+    fp8.programs.assert_fp8_gemms(compiled, 3)
+
+
 def test_under_vmap_scan_and_remat():
     recipe, kernels = fp8.recipes.rowwise(), fp8.Kernels("tpu7x")
 

@@ -107,7 +107,8 @@ class Groups:
         first_row = jnp.max(jnp.where(begun, self.first_row, 0), axis=1)
         row = row[:, 0]
         place = tile * self.tile + row - first_row
-        return jnp.where(row < jnp.sum(self.live_rows), place, self.count * self.tile)
+        live = row < jnp.sum(self.live_rows, dtype=jnp.int32)
+        return jnp.where(live, place, self.count * self.tile)
 
     def tiled(self, x: Array) -> Array:
         """x [T, K] in tiles, [R, P, K]. Rows that no group has are 0, whatever x holds there."""

@@ -32,6 +32,9 @@ from jaxfp8.sharding._amax import vary_as
 
 # [T, K] and [T, N] become [E, K, N]. The rows are contracted, and groups split them.
 _SUM_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+# XLA's kernel does not compile for FP8 operands at another precision, and
+# `jax_default_matmul_precision` may ask for one. Products of FP8 values are exact at every one.
+_PRECISION = lax.Precision.DEFAULT
 
 
 def grouped_matmul(
@@ -79,7 +82,7 @@ def _multiply_rows(
         matrices = lax.optimization_barrier(matrices).mT
     product = lax.ragged_dot(
         _rows_of(lhs.values), matrices, groups.tiles * groups.tile,
-        preferred_element_type=jnp.float32,
+        precision=_PRECISION, preferred_element_type=jnp.float32,
     )  # fmt: skip
     product = product.reshape(groups.count, groups.tile, -1)
     scaled = _scaled(product, lhs.scale, groups.of_tiles(rhs.scale), call)
@@ -92,7 +95,7 @@ def _sum_rows(
     """[E, K, N]: for each group the sum of the products of its rows. 0 for a group without rows."""
     product = lax.ragged_dot_general(
         _rows_of(lhs.values), _rows_of(rhs.values), groups.tiles * groups.tile, _SUM_ROWS,
-        preferred_element_type=jnp.float32,
+        precision=_PRECISION, preferred_element_type=jnp.float32,
     )  # fmt: skip
     # All tiles of a group have its scales. A group without tiles gets any, which may be NaN.
     first = jnp.minimum(groups.first_tile, groups.count - 1)

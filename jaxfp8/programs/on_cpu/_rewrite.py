@@ -74,10 +74,11 @@ _HALVES = ("X64Combine", "X64SplitLow", "X64SplitHigh")
 
 # XLA for TPUs mixes bfloat16 and float32 in these. They compute in the widest of the types.
 _MIXED = re.compile(
-    "abs|add|atan2|broadcast|cbrt|ceil|clamp|compare|concatenate|cosine|divide|"
+    "abs|add|atan2|broadcast|cbrt|ceil|clamp|compare|concatenate|copy|cosine|divide|"
     "dynamic-update-slice|erf|exponential|exponential-minus-one|floor|is-finite|log|log-plus-one|"
-    "logistic|maximum|minimum|multiply|negate|pad|power|remainder|round-nearest-afz|"
-    "round-nearest-even|rsqrt|select|sign|sine|sqrt|subtract|tan|tanh"
+    "logistic|maximum|minimum|multiply|negate|pad|power|remainder|reshape|reverse|"
+    "round-nearest-afz|round-nearest-even|rsqrt|select|sign|sine|slice|sqrt|subtract|tan|tanh|"
+    "transpose"
 )
 
 # Attributes that do not change the result.
@@ -227,7 +228,8 @@ class _Writer:
             )
         attributes = split_at_commas(instruction.attributes.lstrip(", "))
         also = [a for a in attributes if not _DROPPED.fullmatch(a.partition("=")[0])]
-        if _MIXED.fullmatch(instruction.opcode) and self._mixed(instruction, also):
+        is_array = not instruction.type.startswith("(")  # a copy may have a tuple
+        if is_array and _MIXED.fullmatch(instruction.opcode) and self._mixed(instruction, also):
             return
         self._emit(
             strip_layouts(instruction.type),

@@ -113,3 +113,16 @@ def test_all_three_matmuls_of_a_step(name, monkeypatch, as_on_tpus):
     got, want = jax.jit(by_kernel)(x, w, g), jax.jit(functools.partial(run, None))(x, w, g)
     for mine, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         np.testing.assert_allclose(np.asarray(mine), np.asarray(other), rtol=1e-5, atol=1e-6)
+
+
+def test_with_64_bits_and_strict_promotion():
+    def gradients(x, w, sizes):
+        how = {"recipe": fp8.recipes.current(), "kernels": fp8.Kernels("tpu7x")}
+        y, backward = jax.vjp(lambda x, w: fp8.ragged_dot(x, w, sizes, **how), x, w)
+        return backward(y)
+
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 64), (2, 64, 32)))
+    sizes = jax.ShapeDtypeStruct((2,), jnp.int32)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        dx, dw = jax.eval_shape(gradients, x, w, sizes)
+    assert (dx.shape, dw.shape) == (x.shape, w.shape)
