@@ -32,7 +32,9 @@ _FP8 = _E4M3, _E5M2 = "float8_e4m3fn", "float8_e5m2"
 # Whether a TPU multiplies E4M3, by its `device_kind`. The others convert E4M3 to a wider type
 # inside of the matmul. So the program shows E4M3 operands, and the matmul is as slow as in
 # bfloat16. All of them multiply E5M2 by E5M2.
-_MULTIPLIES_E4M3 = {"TPU7x": True, "TPU v6 lite": False, "TPU v5": False, "TPU v5 lite": False}
+_MULTIPLIES_E4M3 = {"TPU7x": True} | dict.fromkeys(
+    ("TPU v6 lite", "TPU v6e", "TPU v5", "TPU v5p", "TPU v5 lite", "TPU v5e"), False
+)
 
 
 class _Gemms(NamedTuple):
@@ -117,7 +119,7 @@ def _tpu_multiplies(compiled: Any) -> Callable[[list[str]], bool]:
             return False
         if not kinds:
             raise ValueError(
-                "compiled is the text of a program for a TPU, whose matmuls read FP8. The text "
+                "compiled is a text with matmuls of FP8 operands in the form of TPUs. The text "
                 "does not say which TPU, and they differ in what they multiply. Pass "
                 "jax.jit(f).lower(...).compile() instead of its text."
             )

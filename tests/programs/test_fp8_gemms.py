@@ -307,7 +307,7 @@ def test_a_tpu_that_is_not_known(compiled, words):
 
 def test_every_tpu_that_has_a_name_is_known():
     tpus = {chip.kind for chip in CHIPS.values() if chip.platform == "tpu"}
-    assert tpus == set(_MULTIPLIES_E4M3)
+    assert tpus <= set(_MULTIPLIES_E4M3)
 
 
 @pytest.mark.quick
