@@ -91,16 +91,20 @@ def figures(name: str, cores: int) -> dict[str, Any]:
     return {"recipe": name, "cores": cores, "sent": dict(sorted(sent.items()))}
 
 
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
+
+
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| cores | recipe | all-gathers | sums of gradients | all | of bfloat16's |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines = [f"| cores | recipe | {' | '.join(KINDS)} | sum | of bfloat16's |"]
+    lines.append("|---" * (len(KINDS) + 4) + "|")
     of_bfloat16 = {}
     for row in rows:
-        gathers = sum(n for key, n in row["sent"].items() if key.startswith("all-gather"))
+        kinds = [
+            sum(n for key, n in row["sent"].items() if key.startswith(f"{kind} ")) for kind in KINDS
+        ]
         total = sum(row["sent"].values())
         base = of_bfloat16.setdefault(row["cores"], total)
-        cells = (gathers / MIB, (total - gathers) / MIB, total / MIB)
-        numbers = " | ".join(f"{cell:.0f}" for cell in cells)
+        numbers = " | ".join(f"{each / MIB:.0f}" for each in (*kinds, total))
         lines.append(f"| {row['cores']} | {row['recipe']} | {numbers} | {total / base:.2f} |")
     return "\n".join(lines)
 
