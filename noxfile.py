@@ -170,7 +170,7 @@ def everything(session: nox.Session) -> None:
     pytest(session, "python312", "-m", "not gpu")
 
 
-DEFAULT_ROWS = ("-m", "not slow and not deviceless and not gpu", "--one-row-in", "80")
+DEFAULT_ROWS = ("-m", "not slow and not deviceless and not gpu and not tpu", "--one-row-in", "80")
 # XLA's optimizations may change bits. The arithmetic is in these rooms, and others stand on them.
 # Kernels are interpreted on CPUs, so it is not XLA that compiles them for users. With optimizations
 # a program takes twice as long to compile.
