@@ -169,7 +169,7 @@ PAGES = ("flax-examples", "frameworks", "gemma", "levanter", "maxtext", "tunix")
 def test_series_of_losses_in_docs_are_those_of_runs(page):
     saved = [json.loads(file.read_text()) for file in (FOLDER / "results").glob("*.json")]
     runs = [each for one in saved for row in one["rows"].values() for each in row.values()]
-    runs = [each for each in runs if isinstance(each, list)]
+    runs = [each for each in runs if isinstance(each, list) and each]
     found = re.findall(r"\d+\.\d{3,5}(?: \d+\.\d{3,5})+", (DOCS / f"{page}.md").read_text())
     assert found
     for series in found:
