@@ -14,6 +14,7 @@ import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,18 +140,23 @@ def counts(folder: Path) -> dict[str, Any]:
     of = {name: count(read_program(name.read_text())) for name in names}
     step = max(of, key=lambda name: sum(of[name].of))
     optimized = list(folder.glob(step.name.split(".before_")[0] + ".*after_optimizations.txt"))
-    gathers: Counter[str] = Counter()
-    for path in optimized:
-        transfers, _ = traffic_of(read_program(path.read_text()), trip_count=1)
-        gathers.update(each.dtype for each in transfers if each.kind == "all-gather")
     none, one, two = of[step].of
     return {
         "program": step.name.split(".")[1],
         "matmuls": none + one + two,
         "fp8": two,
         "one_operand_fp8": one,
-        "all_gathers": dict(gathers),
+        "all_gathers": all_gathers(read_program(path.read_text()) for path in optimized),
     }
+
+
+def all_gathers(programs: Iterable[Program]) -> dict[str, int]:
+    """The arrays that optimized programs gather, by dtype. A loop of unknown length counts once."""
+    gathers: Counter[str] = Counter()
+    for program in programs:
+        transfers, _ = traffic_of(program, trip_count=1)
+        gathers.update(each.dtype for each in transfers if each.kind == "all-gather")
+    return dict(gathers)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ FOLDER is that of XLA's flag `--xla_dump_to`. The optimized program is read. A m
 """
 
 import json
-import re
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from _matmuls import all_gathers
 
 from jaxfp8.programs._hlo import Program, read_program, tensors_of
 
@@ -20,21 +20,13 @@ FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 def counts(program: Program) -> dict[str, Any]:
     matmuls = fp8 = 0
-    gathers: Counter[str] = Counter()
     for computation in program.computations.values():
         for instruction in computation.values():
-            read = [
-                tensor.dtype
-                for operand in instruction.operands
-                if operand in computation
-                for tensor in tensors_of(computation[operand].type)
-            ]
             if instruction.opcode == "convolution":
+                operands = [computation[name].type for name in instruction.operands]
                 matmuls += 1
-                fp8 += all(dtype in FP8 for dtype in read)
-            elif re.fullmatch("all-gather(-start)?", instruction.opcode):
-                gathers.update(read)
-    return {"matmuls": matmuls, "fp8": fp8, "all_gathers": dict(sorted(gathers.items()))}
+                fp8 += all(tensor.dtype in FP8 for each in operands for tensor in tensors_of(each))
+    return {"matmuls": matmuls, "fp8": fp8, "all_gathers": all_gathers([program])}
 
 
 def main(folder: Path) -> None:

@@ -26,7 +26,6 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "tpu"))
 
 import tpu_program
-from tpu_rows import features
 from tpu_targets import TOPOLOGIES, topology
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax")
@@ -91,7 +90,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     if given.json and given.json.exists():
         rows = json.loads(given.json.read_text())["rows"]
-    chosen = {name: make for name, make in features().items() if re.search(given.only, name)}
+    chosen = {
+        name: make for name, make in tpu_program.features().items() if re.search(given.only, name)
+    }
     for chip in given.chips:
         for name, make in chosen.items():
             old = [row for row in rows if (row["feature"], row["chip"]) == (name, chip)]

@@ -271,14 +271,12 @@ class Chip:
       platform: jax's platform name.
       family: the name of its architecture, as messages write it. Kernels are written for a family.
       compute_capability: (major, minor) of an NVIDIA GPU; None for other chips.
-      kind: what jax calls a TPU (`device_kind`); empty for other chips.
     """
 
     name: str
     platform: Literal["cpu", "cuda", "rocm", "tpu"]
     family: str
     compute_capability: tuple[int, int] | None = None
-    kind: str = ""
 
     @property
     def fp8_matmul(self) -> bool:
@@ -304,10 +302,10 @@ CHIPS = {
         Chip("h200", "cuda", "Hopper", (9, 0)),
         Chip("b200", "cuda", "Blackwell", (10, 0)),
         Chip("mi300x", "rocm", "CDNA 3"),
-        Chip("tpu7x", "tpu", "Ironwood", kind="TPU7x"),
-        Chip("v6e", "tpu", "Trillium", kind="TPU v6 lite"),
-        Chip("v5p", "tpu", "TPU v5p", kind="TPU v5"),
-        Chip("v5e", "tpu", "TPU v5e", kind="TPU v5 lite"),
+        Chip("tpu7x", "tpu", "Ironwood"),
+        Chip("v6e", "tpu", "Trillium"),
+        Chip("v5p", "tpu", "TPU v5p"),
+        Chip("v5e", "tpu", "TPU v5e"),
     )
 }
 

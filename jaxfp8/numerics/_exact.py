@@ -169,7 +169,7 @@ def divide_in_integers(numerator: float, denominator: Array) -> Array:
 
 
 def _estimate(dividend: Array, divisor: Array) -> Array:
-    """`dividend / divisor`, within 2 units in the last place. A test replaces it by a worse one."""
+    """`dividend / divisor`, within `_SLACK - 1` units in the last place, on every chip."""
     return dividend / divisor
 
 

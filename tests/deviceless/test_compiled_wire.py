@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collectives import compile_on, counts, gather, scan
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -29,29 +30,8 @@ def mesh_of(shape, fsdp, tensor):
 
 
 def compiled(f, *arguments, into, out):
-    """`f` inside a shard_map over 4 x 2 devices; arguments are (shape, dtype)."""
-    mesh = mesh_of("1x1x8", 4, 2)
-    arrays = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-        for (shape, dtype), spec in zip(arguments, into, strict=True)
-    ]
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=into, out_specs=out, check_vma=False)
-    return jax.jit(mapped).lower(*arrays).compile()
-
-
-def counts(report):
-    return {
-        (t.kind, t.dtype, t.group_size): (t.times, t.operand_bytes, t.wire_bytes)
-        for t in report.transfers
-    }
-
-
-def gather(x):
-    return lax.all_gather(x, "fsdp", tiled=True)
-
-
-def scan(f, length):
-    return lambda x: lax.scan(lambda carry, _: (f(carry), None), x, None, length=length)[0]
+    """`f` on 4 x 2 GPUs; arguments are (shape, dtype)."""
+    return compile_on(mesh_of("1x1x8", 4, 2), f, *arguments, into=into, out=out)
 
 
 def layers(quantized_before_it_travels):

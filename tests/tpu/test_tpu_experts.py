@@ -50,6 +50,16 @@ def other_matmuls(text):
     return len(re.findall(r" (?:convolution|dot)\(", text))
 
 
+def test_all_matmuls_of_a_step_are_in_fp8():
+    def step(x, w, sizes):
+        how = {"recipe": fp8.recipes.current(), "kernels": fp8.Kernels("tpu7x")}
+        loss = lambda x, w: jnp.sum(fp8.ragged_dot(x, w, sizes, **how).astype(jnp.float32))
+        return jax.grad(loss, (0, 1))(x, w)
+
+    shapes = array(T, K), array(E, K, N), array(E, dtype=jnp.int32)
+    fp8.programs.assert_fp8_gemms(compile_for("tpu7x", step, *shapes), 2)  # dgrad and wgrad
+
+
 def test_scales_of_tiles_are_multiplied_in_a_loop():
     def forward(x, w, sizes):
         how = {"recipe": fp8.recipes.blockwise(), "kernels": fp8.Kernels("tpu7x")}

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import pytest
 import tpu_program
 from tpu_matmuls import Feature, array, dense, fake, one, preset
-from tpu_rows import features
 from tpu_targets import topology
 
 import jaxfp8 as fp8
 
 pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("standard_promotion")]
 
-ROWS = features()
+ROWS = tpu_program.features()
 QUICK = {
     "recipe: delayed()",
     "recipe: rowwise()",

@@ -1,13 +1,16 @@
 """`assert_fp8_gemms` and the memory of a program, on programs that the compiler of TPUs wrote."""
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from tpu_targets import array, compile_for
+from tpu_targets import TOPOLOGIES, array, compile_for, topology
 
 import jaxfp8 as fp8
-from jaxfp8.programs._fp8_gemms import _find_gemms
+from jaxfp8.kernels._dispatch import CHIPS
+from jaxfp8.programs._fp8_gemms import _MULTIPLIES_E4M3, _find_gemms
 from jaxfp8.programs._memory import _buffers_of
 
 pytestmark = pytest.mark.tpu
@@ -74,3 +77,40 @@ def test_live_bytes_are_those_that_xla_allocates():
     live = sum(buffer.bytes for buffer in found.live(found.peak))
     assert live == 2 * 4 * 8192 * 32 * 100
     assert live <= compiled.memory_analysis().temp_size_in_bytes <= 1.05 * live
+
+
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+def test_what_jax_calls_a_chip(chip):
+    (kind,) = {device.device_kind for device in topology(chip).devices}
+    assert _MULTIPLIES_E4M3[kind] == CHIPS[chip].fp8_matmul
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v6e", "v5p", "v5e"])
+def test_tpus_without_fp8_multiply_pairs_of_e5m2(chip):
+    """E4M3 is widened inside of the matmul, so it is as slow as bfloat16. E5M2 is not."""
+
+    def cycles(dtype):
+        operands = [array(4096, 4096, dtype=dtype)] * 2
+        text = compile_for(chip, multiply, *operands).as_text()
+        return sum(map(int, re.findall(r'estimated_cycles":"(\d+)"', text)))
+
+    bfloat16 = cycles(BFLOAT16)
+    assert cycles(E4M3) > 0.95 * bfloat16
+    assert cycles(E5M2) < {"v6e": 0.8, "v5p": 0.55, "v5e": 0.55}[chip] * bfloat16
+
+
+def test_memory_report():
+    """It compiles the step for the device that its types name."""
+    recipe = fp8.recipes.current()
+
+    def step(w, x):
+        loss = lambda w: jnp.sum(jnp.square(fp8.dot(x, w, recipe=recipe)).astype(jnp.float32))
+        return jax.value_and_grad(loss)(w)
+
+    here = jax.sharding.SingleDeviceSharding(topology("v5e").devices[0])
+    w, x = (
+        jax.ShapeDtypeStruct(shape, BFLOAT16, sharding=here) for shape in ((512, 2048), (8, 512))
+    )
+    rows = {row.kind: row for row in fp8.memory_report(step, w, x).rows}
+    assert rows["weights"].fp8 == rows["gradients"].fp8 == 2 * 512 * 2048

@@ -1,11 +1,11 @@
 """`wire_report` on programs for eight cores of TPU 7x: each form of a collective, by hand."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collectives import compile_on, counts, gather, scan
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from tpu_targets import topology
 
@@ -19,30 +19,10 @@ LAYERS, K, N = 6, 512, 1024
 
 
 def compiled(f, *arguments, into, out=ROWS):
-    """`f` inside a shard_map over 4 x 2 devices; arguments are (shape, dtype)."""
+    """`f` on 4 x 2 cores; arguments are (shape, dtype)."""
     devices = np.array(topology("tpu7x").devices).reshape(4, 2)
     mesh = Mesh(devices, ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    arrays = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-        for (shape, dtype), spec in zip(arguments, into, strict=True)
-    ]
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=into, out_specs=out, check_vma=False)
-    return jax.jit(mapped).lower(*arrays).compile()
-
-
-def counts(program):
-    return {
-        (t.kind, t.dtype, t.group_size): (t.times, t.operand_bytes, t.wire_bytes)
-        for t in wire_report(program).transfers
-    }
-
-
-def gather(x):
-    return lax.all_gather(x, "fsdp", tiled=True)
-
-
-def scan(f, length):
-    return lambda x: lax.scan(lambda carry, _: (f(carry), None), x, None, length=length)[0]
+    return compile_on(mesh, f, *arguments, into=into, out=out)
 
 
 # A shard of [64, 1024] over "fsdp" is [16, 1024].
@@ -102,7 +82,10 @@ FORMS = {
 @pytest.mark.parametrize("row", FORMS)
 def test_counts(row):
     function, arguments, expected = FORMS[row]
-    assert counts(compiled(function, *arguments, into=(ROWS,) * len(arguments))) == expected
+    assert (
+        counts(wire_report(compiled(function, *arguments, into=(ROWS,) * len(arguments))))
+        == expected
+    )
 
 
 @pytest.mark.parametrize("quantized_before_it_travels", [True, False])
@@ -127,4 +110,4 @@ def test_weights_gathered_in_a_scan(quantized_before_it_travels):
         with pytest.raises(AssertionError, match="another dtype than float8_e4m3fn"):
             assert_wire_dtype(program, "all-gather", fp8.E4M3)
         expected = {("all-gather", "bfloat16", 4): (LAYERS, 2 * values, 6 * values)}
-    assert counts(program) == expected
+    assert counts(wire_report(program)) == expected

@@ -1,4 +1,4 @@
-"""Features for `tpu_rows.py`: recipes, operations and transformations of JAX, on one device."""
+"""Features for `tpu_program.py`: recipes, operations and transformations of JAX, on one device."""
 
 import dataclasses
 from collections.abc import Callable

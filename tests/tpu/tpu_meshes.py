@@ -1,4 +1,4 @@
-"""Features for `tpu_rows.py`: meshes of one host, with all of its devices."""
+"""Features for `tpu_program.py`: meshes of one host, with all of its devices."""
 
 import functools
 from typing import Any

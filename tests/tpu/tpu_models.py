@@ -1,4 +1,4 @@
-"""Features for `tpu_rows.py`: layers of linen and nnx, converted models, and diagnostics."""
+"""Features for `tpu_program.py`: layers of linen and nnx, converted models, and diagnostics."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Compiles a feature for a TPU that is not there, and reads the program. Nothing runs."""
+"""All features by name. Compiles one for a TPU that is not there, and reads the program."""
 
 import contextlib
 import math
@@ -8,9 +8,30 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
+import tpu_matmuls as matmuls
+import tpu_meshes as meshes
+import tpu_models as models
+import tpu_training as training
 from tpu_matmuls import Feature
 
 from jaxfp8.programs._hlo import Instruction, read_program, tensors_of
+
+SECTIONS = (
+    matmuls.recipes, matmuls.operations, matmuls.casts, matmuls.transformations,
+    models.linen_rows, models.nnx_rows, models.seen_rows, training.optimizers, meshes.meshes,
+)  # fmt: skip
+
+
+def features() -> matmuls.Rows:
+    """All rows. No name is there twice."""
+    rows: matmuls.Rows = {}
+    for section in SECTIONS:
+        made = section()
+        if twice := rows.keys() & made.keys():
+            raise ValueError(f"two features are called {sorted(twice)}")
+        rows |= made
+    return rows
+
 
 # The scopes around the matmuls of quantized layers.
 QUANTIZED = re.compile(r"jaxfp8\.(fprop|dgrad|wgrad)(?!\.high_precision)")

@@ -1,4 +1,4 @@
-"""Features for `tpu_rows.py`: optimizers, master weights, weights in FP8, gradient release."""
+"""Features for `tpu_program.py`: optimizers, master weights, weights in FP8, gradient release."""
 
 from typing import Any
 
