@@ -1,0 +1,48 @@
+"""Estimates for TPUs: the figures of docs/tpu.md, beside those of the chip's own compiler."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import jaxfp8 as fp8
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "tpu.md").read_text()
+CYCLES = json.loads((ROOT / "benchmarks/programs/results/tpu_cycles.json").read_text())
+COMPILER = {row["contender"]: row["cycles"] for row in CYCLES["rows"] if row["chip"] == "tpu7x"}
+SHAPE = tuple(CYCLES["shape"])
+CHIPS = ("tpu7x", "v6e", "v5p", "v5e")
+
+
+def speedup(shape, name, chip):
+    recipe, kernels = getattr(fp8.recipes, name)(), fp8.Kernels(chip)
+    return fp8.plan.roofline(shape, recipe=recipe, kernels=kernels).speedup
+
+
+def test_figures_of_the_page():
+    shapes = re.findall(r"^\| (\d+), (\d+), (\d+) \| ([\d.]+) \|$", PAGE, re.MULTILINE)
+    assert len(shapes) == 6
+    for *shape, said in shapes:
+        assert f"{speedup(tuple(map(int, shape)), 'delayed', 'tpu7x'):.2f}" == said, shape
+    rows = re.findall(r"^\| `(\w+)\(\)` \| (below )?([\d.]+) \| (.*) \|$", PAGE, re.MULTILINE)
+    assert len(rows) == 5
+    for name, _, compiler, said in rows:
+        assert [f"{speedup(SHAPE, name, chip):.2f}" for chip in CHIPS] == said.split(" | "), name
+        assert f"{COMPILER['bfloat16'] / COMPILER[name]:.2f}" == compiler, name
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "blockwise", "mxfp8"])
+def test_near_to_the_compiler_s_estimate(name):
+    by_compiler = COMPILER["bfloat16"] / COMPILER[name]
+    assert speedup(SHAPE, name, "tpu7x") == pytest.approx(by_compiler, rel=0.1)
+
+
+def test_tpus_without_fp8_matmuls_widen_operands():
+    estimate = fp8.plan.roofline(SHAPE, recipe=fp8.recipes.delayed(), kernels=fp8.Kernels("v6e"))
+    assert estimate.fprop.how == "bf16, operands widened in the matmul"
+    m, k, n = SHAPE
+    assert estimate.fprop.recipe.bytes == m * k + k * n + 2 * m * n
+    # An amax and a cast read 2 bytes each, and the cast writes 1.
+    assert estimate.casts.recipe.bytes == 5 * (m * k + k * n + m * n)
