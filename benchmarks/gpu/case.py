@@ -214,7 +214,7 @@ class Compiled:
         (body,) = loops[0].computations("body")
         kernels = [i for i in program.computations[body].values() if _is_work(i)]
         # The trip count is less than case.turns if XLA unrolled the loop.
-        turns = loops[0].trip_count or self.case.turns
+        turns = program.trip_count(loops[0], entry) or self.case.turns
         done = len(kernels) * turns / self.repetitions
         if done < 1:
             raise RuntimeError(f"XLA left {done:g} kernels for a repetition")

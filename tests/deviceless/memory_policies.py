@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import llama
 import transformer
-from targets import BLACKWELL
+from cells import BLACKWELL
 
 import jaxfp8 as fp8
 from jaxfp8.programs import WireReport, wire_report

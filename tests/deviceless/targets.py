@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from cells import BLACKWELL as BLACKWELL
 from jax.experimental import topologies
 from program import Program
 

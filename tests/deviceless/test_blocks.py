@@ -18,7 +18,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from program import SHAPE, Program
-from targets import BLACKWELL, array, compile_for, dense_step, state_of, topology
+from cells import BLACKWELL
+from targets import array, compile_for, dense_step, state_of, topology
 
 import jaxfp8 as fp8
 

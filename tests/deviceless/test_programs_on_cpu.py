@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from targets import BLACKWELL, compile_for, dense_step
+from cells import BLACKWELL
+from targets import compile_for, dense_step
 
 import jaxfp8 as fp8
 from jaxfp8.programs.on_cpu._run import run_on_cpu

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from targets import BLACKWELL, dense_step, state_of, topology
+from cells import BLACKWELL
+from targets import dense_step, state_of, topology
 
 import jaxfp8 as fp8
 from jaxfp8.programs import assert_wire_dtype, wire_report
