@@ -30,8 +30,8 @@ from pathlib import Path
 # These variables have no effect after jax is imported.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-TESTS = Path(__file__).parents[2] / "tests"
-sys.path[:0] = [str(TESTS / "deviceless"), str(TESTS)]
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "deviceless"))
 
 from memory_policies import (
     GIB,

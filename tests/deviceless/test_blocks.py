@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cells import BLACKWELL
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from program import SHAPE, Program
-from cells import BLACKWELL
 from targets import array, compile_for, dense_step, state_of, topology
 
 import jaxfp8 as fp8

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cells import BLACKWELL
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from cells import BLACKWELL
 from targets import dense_step, state_of, topology
 
 import jaxfp8 as fp8
