@@ -7,7 +7,7 @@
 is a row with the first line of its error. `--json` keeps the rows that the file has already, so a
 run that was cut off goes on.
 
-Needs: libtpu of jax[tpu], no TPU.
+Needs: libtpu of jax[tpu], and jax-triton for `fused_adamw`; no TPU.
 """
 
 import argparse
@@ -29,14 +29,13 @@ import tpu_program
 from tpu_targets import TOPOLOGIES, topology
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax")
-CONTROLLED = "tpu7x"  # a second program costs as much time again
 
 
 def row_of(name: str, make: Any, chip: str) -> dict[str, Any]:
     """What was found, or the first line of the error."""
     devices = list(topology(chip).devices)
     try:
-        found = tpu_program.measure(make(devices), devices, control=chip == CONTROLLED)
+        found = tpu_program.measure(make(devices), devices, control=True)
     except Exception as error:
         found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
     return {"feature": name, "chip": chip, **found}
@@ -64,6 +63,34 @@ def table(rows: list[dict[str, Any]], chips: list[str]) -> str:
         cells = [cell(found.get((name, chip))) for chip in chips]
         lines.append([name, *cells, *(str(first.get(key, "-")) for key in ("casts", "seconds"))])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def summary(rows: list[dict[str, Any]], chips: list[str]) -> str:
+    """Markdown: a line for each chip and kind of features, the first word of their names."""
+    lines = [
+        ["chip", "kind", "compile", "FP8 matmuls, no tiles", "of tiles", "float64", "casts removed"]
+    ]
+    lines.append(["---"] * len(lines[0]))
+    for chip in chips:
+        of_chip = [row for row in rows if row["chip"] == chip]
+        kinds = dict.fromkeys(row["feature"].split(":")[0] for row in of_chip)
+        for kind in kinds:
+            of_kind = [row for row in of_chip if row["feature"].startswith(f"{kind}:")]
+            lines.append([chip, kind, *sums(of_kind)])
+        lines.append([chip, "all", *sums(of_chip)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def sums(rows: list[dict[str, Any]]) -> list[str]:
+    """The cells of a line of `summary`."""
+    good = [row for row in rows if "error" not in row]
+    tiles = [row for row in good if re.search("blockwise|mxfp8|of tiles", row["feature"])]
+    cells = [f"{len(good)} of {len(rows)}"]
+    for those in ([row for row in good if row not in tiles], tiles):
+        matmuls = sum(row["matmuls"] for row in those)
+        cells.append(f"{sum(row['fp8'] for row in those)} of {matmuls}" if matmuls else "–")
+    removed = sum(len(row["folded"]) for row in good)
+    return [*cells, str(sum(row["float64"] for row in good)), str(removed)]
 
 
 def about(given: argparse.Namespace) -> dict[str, Any]:
@@ -104,6 +131,7 @@ def main() -> None:
                 given.json.write_text(json.dumps(about(given) | {"rows": rows}, indent=1) + "\n")
     shown = [row for row in rows if row["feature"] in chosen]
     print(table(sorted(shown, key=lambda row: list(chosen).index(row["feature"])), given.chips))
+    print("\n" + summary(shown, given.chips))
 
 
 if __name__ == "__main__":

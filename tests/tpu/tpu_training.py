@@ -140,7 +140,7 @@ def optimizers() -> Rows:
     mixed = optim.PerParameter([("w", optim.ExpandedFP8())], default=optim.Int8())
     rows["optim: adamw, PerParameter"] = one(update, optim.adamw(1e-3, mu=mixed, nu=mixed))
     fused = optim.fused_adamw(1e-3, moments=optim.Int8())
-    rows["optim: fused_adamw, Int8(), a kernel for GPUs"] = one(update, fused)
+    rows["optim: fused_adamw, Int8()"] = one(update, fused)
     for name in ("delayed", "current", "rowwise", "blockwise", "mxfp8"):
         rows[f"optim: primary weights, {name}"] = one(primary, name, optim.Float16())
     rows["optim: primary weights, BFloat16Plus(16), current"] = one(
