@@ -23,7 +23,7 @@ def speedup(shape, name, chip):
 
 def test_figures_of_the_page():
     shapes = re.findall(r"^\| (\d+), (\d+), (\d+) \| ([\d.]+) \|$", PAGE, re.MULTILINE)
-    assert len(shapes) == 6
+    assert len(shapes) == 7
     for *shape, said in shapes:
         assert f"{speedup(tuple(map(int, shape)), 'delayed', 'tpu7x'):.2f}" == said, shape
     rows = re.findall(r"^\| `(\w+)\(\)` \| (below )?([\d.]+) \| (.*) \|$", PAGE, re.MULTILINE)
@@ -31,6 +31,18 @@ def test_figures_of_the_page():
     for name, _, compiler, said in rows:
         assert [f"{speedup(SHAPE, name, chip):.2f}" for chip in CHIPS] == said.split(" | "), name
         assert f"{COMPILER['bfloat16'] / COMPILER[name]:.2f}" == compiler, name
+
+
+def test_a_block_of_llama():
+    """8192 tokens through q, k, v, o, gate, up and down of a Llama 3 8B block."""
+    layers = {(4096, 4096): 2, (4096, 1024): 2, (4096, 14336): 2, (14336, 4096): 1}
+    bf16 = in_fp8 = 0.0
+    for shape, count in layers.items():
+        total = fp8.plan.roofline(
+            (8192, *shape), recipe=fp8.recipes.delayed(), kernels=fp8.Kernels("tpu7x")
+        ).total
+        bf16, in_fp8 = bf16 + count * total.bf16.seconds, in_fp8 + count * total.recipe.seconds
+    assert f"are estimated to be {bf16 / in_fp8:.2f} times" in " ".join(PAGE.split())
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "blockwise", "mxfp8"])
