@@ -11,6 +11,7 @@ Needs: libtpu of jax[tpu], no TPU.
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -40,6 +41,7 @@ RECIPES = {
 LOOPS = ("scan", "unrolled")
 KEPT = ("by jax", "inputs")  # what the backward pass keeps
 GIB = 2**30
+PACKAGES = ("jax", "jaxlib", "libtpu", "optax")
 KEY = ("chip", "loop", "kept", "recipe")
 
 
@@ -107,16 +109,17 @@ def figures(chip: str, loop: str, kept: str, name: str) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]], chips: list[str]) -> str:
-    """Markdown: GiB in bfloat16, and the ratios of the recipes to it."""
+    """Markdown: GiB in bfloat16, and the ratios of the recipes to them."""
     found = {tuple(row[key] for key in KEY): row["total"] for row in rows}
-    lines = [["chip", "blocks", "kept", "bfloat16, GiB", *[f"`{n}()`" for n in RECIPES][1:]]]
+    lines = [["recipe", "blocks", "kept", *chips]]
     lines.append(["---"] * len(lines[0]))
-    for chip in chips:
-        for loop in LOOPS:
-            for kept in KEPT:
-                first, *others = (found[chip, loop, kept, name] for name in RECIPES)
-                ratios = [f"{each / first:.2f}" for each in others]
-                lines.append([chip, loop, kept, f"{first / GIB:.2f}", *ratios])
+    for name, loop, kept in itertools.product(RECIPES, LOOPS, KEPT):
+        totals = [(found[c, loop, kept, name], found[c, loop, kept, "bfloat16"]) for c in chips]
+        if name == "bfloat16":
+            cells = [f"{own / GIB:.2f} GiB" for own, _ in totals]
+        else:
+            cells = [f"{own / of:.2f}" for own, of in totals]
+        lines.append([name if name == "bfloat16" else f"`{name}()`", loop, kept, *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -131,23 +134,20 @@ def main() -> None:
     if given.json and given.json.exists():
         rows = json.loads(given.json.read_text())["rows"]
     about = {
-        "command": "python benchmarks/programs/tpu_memory.py",
+        "command": " ".join(["python benchmarks/programs/tpu_memory.py", *sys.argv[1:]]),
         "blocks": BLOCKS, "shape": [D, F], "tokens": TOKENS,
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores, no TPU",
         "python": platform.python_version(),
-        "versions": {n: importlib.metadata.version(n) for n in ("jax", "jaxlib", "libtpu", "optax")},
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         "unit": "bytes of one device",
     }  # fmt: skip
-    for chip in given.chips:
-        for loop in LOOPS:
-            for kept in KEPT:
-                for name in RECIPES:
-                    if any(tuple(r[k] for k in KEY) == (chip, loop, kept, name) for r in rows):
-                        continue
-                    rows.append(figures(chip, loop, kept, name))
-                    print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-                    if given.json:
-                        given.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    for key in itertools.product(given.chips, LOOPS, KEPT, RECIPES):
+        if any(tuple(row[name] for name in KEY) == key for row in rows):
+            continue
+        rows.append(figures(*key))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        if given.json:
+            given.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     print(table(rows, given.chips))
 
 
