@@ -84,7 +84,7 @@ def summary(rows: list[dict[str, Any]], chips: list[str]) -> str:
 def sums(rows: list[dict[str, Any]]) -> list[str]:
     """The cells of a line of `summary`."""
     good = [row for row in rows if "error" not in row]
-    tiles = [row for row in good if re.search("blockwise|mxfp8|of tiles", row["feature"])]
+    tiles = [row for row in good if tpu_program.TILES.search(row["feature"])]
     cells = [f"{len(good)} of {len(rows)}"]
     for those in ([row for row in good if row not in tiles], tiles):
         matmuls = sum(row["matmuls"] for row in those)

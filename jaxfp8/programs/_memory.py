@@ -368,7 +368,7 @@ def step_memory(compiled: Any, weight_sizes: Collection[int]) -> _StepMemory:
     if stats is None:
         raise ValueError(
             f"{jax.default_backend()} does not tell the memory of a compiled program. Compile the "
-            "step for a CPU or for an NVIDIA GPU."
+            "step for a CPU, an NVIDIA GPU or a TPU."
         )
     memory = _buffers_of(compiled.as_text())
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes

@@ -1,4 +1,4 @@
-"""Tables of docs/tpu.md have the figures of their results."""
+"""Tables of docs/tpu.md have the figures of their results; test_tpu_estimates.py has others."""
 
 import json
 import re
@@ -6,18 +6,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tpu.md").read_text()
-RESULTS = ROOT / "benchmarks" / "programs" / "results"
 CHIPS = ("tpu7x", "v6e", "v5p", "v5e")
 
 
 def rows_of(name):
-    return json.loads((RESULTS / name).read_text())["rows"]
+    return json.loads((ROOT / "benchmarks" / name).read_text())["rows"]
 
 
 def test_memory():
     totals = {
         (row["recipe"], row["loop"], row["kept"], row["chip"]): row["total"]
-        for row in rows_of("tpu_memory.json")
+        for row in rows_of("programs/results/tpu_memory.json")
     }
     found = re.findall(
         r"^\| `?(\w+)(?:\(\)`)? \| (scan|unrolled) \| (by jax|inputs) \| (.*) \|$", PAGE, re.M
@@ -32,19 +31,73 @@ def test_memory():
         assert cells.split(" | ") == figures, (name, way)
 
 
+TILES = re.compile("blockwise|mxfp8|of tiles")
+# The first word of the names of features, and the words of the page.
+KINDS = {
+    "recipe": "recipes and their options", "op": "ops", "cast": "casts", "jax": "scan, checkpoint",
+    "convert": "`fp8.convert`", "linen": "linen layers", "nnx": "nnx layers", "mesh": "FSDP",
+    "optim": "moments", "comms": "collectives", "diagnostics": "`collect`",
+}  # fmt: skip
+
+
+def cells_of(rows):
+    """Features that compile, and matmuls of FP8 operands: without tiles, and with them."""
+    good = [row for row in rows if "error" not in row]
+    cells = [f"{len(good)} of {len(rows)}"]
+    for tiled in (False, True):
+        own = [row for row in good if bool(TILES.search(row["feature"])) == tiled]
+        fp8, matmuls = (sum(row[key] for row in own) for key in ("fp8", "matmuls"))
+        cells.append(f"{fp8} of {matmuls}" if matmuls else "–")
+    return cells
+
+
 def test_features():
-    rows = rows_of("tpu_features.json")
-    tiles = re.compile("blockwise|mxfp8|of tiles")
+    rows = rows_of("programs/results/tpu_features.json")
     for chip in CHIPS:
         (line,) = re.findall(rf"^\| {chip} \| (\d+ of .*) \|$", PAGE, re.M)
         own = [row for row in rows if row["chip"] == chip]
-        good = [row for row in own if "error" not in row]
-        sums = [
-            " of ".join(
-                str(sum(row[key] for row in good if bool(tiles.search(row["feature"])) == tiled))
-                for key in ("fp8", "matmuls")
-            )
-            for tiled in (False, True)
+        others = [sum(row["float64"] for row in own), sum(len(row["folded"]) for row in own)]
+        assert line.split(" | ") == [*cells_of(own), *map(str, others)]
+    rows = [row for row in rows if row["chip"] == "tpu7x"]
+    assert {row["feature"].split(":")[0] for row in rows} == KINDS.keys()
+    for kind, words in KINDS.items():
+        (line,) = re.findall(rf"^\| {words}[^|]* \| (\d+ of .*) \|$", PAGE, re.M)
+        assert line.split(" | ") == cells_of(
+            [r for r in rows if r["feature"].startswith(f"{kind}:")]
+        )
+
+
+def test_wire():
+    kinds = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
+    for row in rows_of("wire/results/tpu_fsdp.json"):
+        if row["recipe"] == "bfloat16":
+            of_bf16 = sum(row["sent"].values())
+        total = sum(row["sent"].values())
+        sent = [sum(n for key, n in row["sent"].items() if key.startswith(f"{k} ")) for k in kinds]
+        figures = [f"{each / 2**20:.0f}" for each in (*sent, total)] + [f"{total / of_bf16:.2f}"]
+        name = row["recipe"] if row["recipe"] == "bfloat16" else f"`{row['recipe']}()`"
+        assert f"| {' | '.join([str(row['cores']), name, *figures])} |\n" in PAGE
+
+
+def test_maxtext():
+    names = {"bfloat16": "none (bfloat16)", "qwix": "`fp8_full` (qwix)"}
+    for name, row in rows_of("clients/results/maxtext_tpu.json").items():
+        recipe, sent = name.removeprefix("FSDP | "), row["all_gathers"]
+        fp8 = sent.get("uint8", 0) + sent.get("float8_e4m3fn", 0)
+        gathers = [fp8, sent.get("bfloat16", 0), sent.get("float32", 0)]
+        figures = [
+            f"{row['fp8']} of {row['matmuls']}",
+            *gathers,
+            round(row["temporary_bytes"][0] / 2**20),
         ]
-        others = [sum(row["float64"] for row in good), sum(len(row["folded"]) for row in good)]
-        assert line.split(" | ") == [f"{len(good)} of {len(own)}", *sums, *map(str, others)]
+        cells = [names.get(recipe, f"`jaxfp8_{recipe}`"), *map(str, figures)]
+        assert f"| {' | '.join(cells)} |\n" in PAGE, cells
+
+
+def test_cycles():
+    rows = {row["contender"]: row for row in rows_of("programs/results/tpu_cycles.json")}
+    qwix = rows["bfloat16"]["cycles"] / rows["qwix"]["cycles"]
+    assert f"| qwix 0.1.8 | {qwix:.2f} | | | | |\n" in PAGE
+    mxfp8, blockwise = (rows[each]["temporary_bytes"] / 2**30 for each in ("mxfp8", "blockwise"))
+    words = f"`mxfp8()` needs {mxfp8:.1f} GiB of temporary memory in the layer of the second table,"
+    assert f"{words} and `blockwise()` {blockwise:.1f} GiB." in " ".join(PAGE.split())

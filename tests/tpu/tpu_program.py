@@ -21,6 +21,10 @@ SECTIONS = (
     models.linen_rows, models.nnx_rows, models.seen_rows, training.optimizers, meshes.meshes,
 )  # fmt: skip
 
+# XLA multiplies tiles in bfloat16, because a matrix unit has no scales. A tile along a contracted
+# axis with a float32 scale is multiplied alone, and read in FP8.
+TILES = re.compile("blockwise|mxfp8|of tiles")
+
 
 def features() -> matmuls.Rows:
     """All rows. No name is there twice."""
