@@ -1,160 +1,174 @@
-"""Cycles of a dense layer on a TPU, as the compiler for TPUs estimates them, per recipe.
+"""Cycles of train steps on TPUs, as their compiler estimates them: FP8 beside bfloat16.
 
-The programs are compiled, not run. Each computes fprop, dgrad and wgrad of x [M, K] @ w [K, N] in
-bfloat16, with all casts. The estimates are those of XLA's fusions (`estimated_cycles`).
+The programs are compiled, not run. bfloat16, qwix, flax's `Fp8DirectDotGeneralOp` and the recipes
+stand side by side in these cases:
 
-    python benchmarks/programs/tpu_cycles.py --json benchmarks/programs/results/tpu_cycles.json
+- `layer`: fprop, dgrad and wgrad of x [M, K] @ w [K, N].
+- `block`: a block of Llama 3 8B on 4 x 2048 tokens, forward and backward. `block-inputs` keeps the
+  inputs of matmuls only, and computes the rest again. Attention is counted apart.
+- `experts-4096`, `experts-512`: y, dx and dw of 16 experts of 4096 -> 2048 features, each with so
+  many tokens.
 
-`unknown` counts the operations that have no estimate. A figure with unknown ones is a lower bound.
-qwix is in the same run if it is installed.
+    python benchmarks/tpu.py --json benchmarks/results/tpu.json
+    python benchmarks/tpu.py --cases layer --chips tpu7x --clocks
+
+The figures are those of `fp8.programs.tpu_cycles`. `unknown` counts the instructions that have no
+estimate, each as often as it runs. A figure with unknown ones is a lower bound. `--clocks` adds a
+second clock, for TPU 7x: lower bounds of each kernel from its machine code, also of Pallas kernels.
+Experts always have it, because XLA's kernel for them has no estimate.
 
 Needs: libtpu (`pip install "jaxfp8[tpu]" qwix`), no TPU.
 """
 
 import argparse
-import functools
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
-import re
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# These variables have no effect after jax is imported.
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+# Several processes may compile for TPUs at once.
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+sys.path.insert(0, str(Path(__file__).parent / "programs"))
 
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
-from jax.experimental import topologies
+import _tpu_cases as cases
+import _tpu_clocks as clocks
 
-import jaxfp8 as fp8
+from jaxfp8.programs import tpu_cycles
 
-SLICES = {"tpu7x": "tpu7x:2x2x1", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "v5e": "v5e:2x2"}
-RECIPES = ("delayed", "current", "rowwise", "blockwise", "mxfp8")
-UNKNOWN = 10**12  # XLA prints about 2^63 where it has no estimate
-
-
-def step_of(name: str) -> Callable[..., Any]:
-    """`step(x, w, g, state)`: y and the gradients of x and w."""
-    if name == "bfloat16":
-        return lambda x, w, g, state: _with_gradients(jnp.matmul, x, w, g)
-    if name == "qwix":
-        return lambda x, w, g, state: _with_gradients(_by_qwix(w.shape[1]), x, w, g)
-    recipe = getattr(fp8.recipes, name)()
-
-    def step(x: Any, w: Any, g: Any, state: Any) -> Any:
-        def loss(params: Any, state: Any) -> Any:
-            y = fp8.dot(*params, recipe=recipe, state=state)
-            return _inject(y, g), y
-
-        return fp8.value_and_grad(loss, has_aux=True)((x, w), state)
-
-    return step
+CHIPS = ("tpu7x", "v6e", "v5p", "v5e")
+KINDS = ("matmul", "cast", "amax", "collective", "rest")
+# Columns of the second clock, see `_tpu_clocks.summary`.
+SECOND = {
+    "kernels": "Pallas kernels, second clock",
+    "both": "estimates and Pallas kernels",
+    "both ratio": "bfloat16's over these",
+    "second": "second clock",
+    "second ratio": "bfloat16's over these",
+}
+PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "qwix")
 
 
-def _with_gradients(multiply: Callable[..., Any], x: Any, w: Any, g: Any) -> Any:
-    y, pull = jax.vjp(multiply, x, w)
-    return y, pull(g)
-
-
-@jax.custom_vjp
-def _inject(y: Any, g: Any) -> Any:
-    """A loss whose gradient of y is g, without an operation."""
-    return jnp.float32(0)
-
-
-_inject.defvjp(lambda y, g: (jnp.float32(0), g), lambda g, _: (g, jnp.zeros_like(g)))
-
-
-def _by_qwix(features: int) -> Callable[..., Any]:
-    import qwix
-
-    e4m3, e5m2 = fp8.E4M3.dtype, fp8.E5M2.dtype
-    rule = qwix.QtRule(module_path=".*", weight_qtype=e4m3, act_qtype=e4m3, bwd_qtype=e5m2)
-    layer = nn.Dense(features, use_bias=False, dtype=jnp.bfloat16)
-
-    class Model(nn.Module):  # qwix needs a module around its layers
-        inner: nn.Module = layer
-
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            return self.inner(x)
-
-    model = qwix.quantize_model(Model(), qwix.QtProvider([rule]))
-    return lambda x, w: model.apply({"params": {"inner": {"kernel": w}}}, x)
-
-
-def figures(name: str, chip: str, shape: tuple[int, int, int]) -> dict[str, Any]:
-    devices = topologies.get_topology_desc(topology_name=SLICES[chip], platform="tpu").devices
-    there = jax.sharding.SingleDeviceSharding(devices[0])
-    of = functools.partial(jax.ShapeDtypeStruct, sharding=there)
-    m, k, n = shape
-    x, w, g = (of(size, jnp.bfloat16) for size in ((m, k), (k, n), (m, n)))
-    state = None
-    if name in RECIPES:
-        recipe = getattr(fp8.recipes, name)()
-        state = fp8.init_state(recipe)
-        state = jax.tree.map(
-            lambda a: of(a.shape, a.dtype), fp8.settle(state) if recipe.rows else state
-        )
-    compiled = jax.jit(step_of(name)).lower(x, w, g, state).compile()
-    cycles = [int(each) for each in re.findall(r'estimated_cycles":"(\d+)"', compiled.as_text())]
+def figures(case: str, chip: str, contender: str, shape: Sequence[int], text: Path | None) -> Any:
+    """A row of the results. `text`: where to write the program."""
+    compiled = cases.lowered(case, chip, contender, tuple(shape)).compile()
+    if text:
+        text.write_text(compiled.as_text())
+    report = tpu_cycles(compiled)
+    attention = [row for row in report.rows if cases.ATTENTION in row.op_name]
+    outside = [row for row in report.rows if cases.ATTENTION not in row.op_name]
+    kinds = {kind: sum(row.total for row in outside if row.kind == kind) for kind in KINDS}
+    unknown: dict[str, int] = {}
+    for row in report.unknown:
+        unknown[row.kind] = unknown.get(row.kind, 0) + row.times
     return {
-        "contender": name,
+        "case": case,
         "chip": chip,
-        "cycles": sum(each for each in cycles if each < UNKNOWN),
-        "unknown": sum(each >= UNKNOWN for each in cycles),
+        "contender": contender,
+        "cycles": report.total,
+        "unknown": sum(unknown.values()),
+        "kinds": kinds | {"attention": sum(row.total for row in attention)},
+        "unknown_kinds": unknown,
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
     }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| chip | contender | Mcycles | bfloat16's over these | unknown | temporaries, MiB |"]
-    lines.append("|---|---|---|---|---|---|")
-    base = {row["chip"]: row["cycles"] for row in rows if row["contender"] == "bfloat16"}
-    for row in rows:
-        ratio = f"{base[row['chip']] / row['cycles']:.2f}" if row["chip"] in base else "–"
-        lines.append(
-            f"| {row['chip']} | {row['contender']} | {row['cycles'] / 1e6:.2f} | {ratio} | "
-            f"{row['unknown']} | {row['temporary_bytes'] / 2**20:.0f} |"
+def by_both_clocks(case: str, chip: str, contender: str, shape: Sequence[int]) -> Any:
+    """A row with the second clock, of a child whose compiler dumps machine code."""
+    with clocks.dumps() as folder:
+        program = folder / "the-program.txt"
+        command = [sys.executable, __file__, "--child", case, chip, contender, str(program)]
+        command += ["--shape", *map(str, shape)]
+        done = subprocess.run(
+            command, env=clocks.environment(folder), stdout=subprocess.PIPE, text=True, check=True
         )
-    return "\n".join(lines)
+        row = json.loads(done.stdout.splitlines()[-1])
+        experts = cases.EXPERTS.get(case)
+        groups = [experts.tokens] * experts.count if experts else []
+        kernels = clocks.kernels(program.read_text(), folder, groups=groups)
+    print(f"\n{case}, {contender}\n\n{clocks.table(kernels)}\n", flush=True)
+    return row | clocks.summary(kernels)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown, a table for each case."""
+    tables = []
+    base = {(row["case"], row["chip"]): row for row in rows if row["contender"] == "bfloat16"}
+    for case in dict.fromkeys(row["case"] for row in rows):
+        mine = [row for row in rows if row["case"] == case]
+        kinds = [k for k in (*KINDS, "attention") if any(row["kinds"][k] for row in mine)]
+        second = any("second" in row for row in mine)
+        titles = ["chip", "contender", "Mcycles", "bfloat16's over these", *kinds, "unknown"]
+        titles += list(SECOND.values()) if second else []
+        cells = [_cells(row, base.get((case, row["chip"])), kinds, second) for row in mine]
+        lines = [titles, ["---"] * len(titles), *cells]
+        made = [f"| {' | '.join(line)} |" for line in lines]
+        tables.append("\n".join([f"{case}, millions of cycles:\n", *made]))
+    return "\n\n".join(tables)
+
+
+def _cells(
+    row: dict[str, Any], base: dict[str, Any] | None, kinds: list[str], second: bool
+) -> list[str]:
+    def ratio(key: str) -> str:
+        return f"{base[key] / row[key]:.2f}" if base and base.get(key) and row.get(key) else "–"
+
+    found = [row["chip"], row["contender"], f"{row['cycles'] / 1e6:.2f}", ratio("cycles")]
+    found += [f"{row['kinds'][kind] / 1e6:.2f}" for kind in kinds]
+    found += [str(row["unknown"])]
+    if second:
+        for key in SECOND:
+            cycles, _, is_ratio = key.partition(" ")
+            text = f"{row[cycles] / 1e6:.2f}" if cycles in row else "–"
+            found.append(ratio(cycles) if is_ratio else text)
+    return found
 
 
 def main() -> None:
-    contenders = ("bfloat16", *RECIPES, *(["qwix"] if importlib.util.find_spec("qwix") else []))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--chips", nargs="+", choices=SLICES, default=list(SLICES))
-    parser.add_argument("--contenders", nargs="+", choices=contenders, default=list(contenders))
-    parser.add_argument("--shape", type=int, nargs=3, default=(8192, 5120, 13824))
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--cases", nargs="+", choices=cases.CASES, default=list(cases.CASES))
+    parser.add_argument(
+        "--chips", nargs="+", choices=CHIPS, help="default: all for a layer, else tpu7x"
+    )
+    parser.add_argument(
+        "--contenders", nargs="+", choices=cases.CONTENDERS, default=list(cases.CONTENDERS)
+    )
+    parser.add_argument("--shape", type=int, nargs=3, default=cases.LAYER, help="of the layer")
+    parser.add_argument("--clocks", action="store_true", help="a second clock for TPU 7x")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results")
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    rows = []
-    for chip in given.chips:
-        for name in given.contenders:
-            rows.append(figures(name, chip, tuple(given.shape)))
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    packages = ("jax", "jaxlib", "libtpu", "flax", *(["qwix"] if "qwix" in contenders else []))
-    result = {
-        "command": " ".join(["python benchmarks/programs/tpu_cycles.py", *sys.argv[1:]]),
+    if given.child:
+        *key, text = given.child
+        print(json.dumps(figures(*key, given.shape, Path(text))))
+        return
+    packages = [name for name in PACKAGES if name != "qwix" or cases.QWIX]
+    about = {
+        "command": " ".join(["python benchmarks/tpu.py", *sys.argv[1:]]),
         "shape": list(given.shape),
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores, no TPU",
         "python": platform.python_version(),
         "versions": {package: importlib.metadata.version(package) for package in packages},
         "unit": "cycles that XLA estimates for one forward and backward pass on one device",
-        "rows": rows,
     }
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    rows: list[dict[str, Any]] = []
+    for case in given.cases:
+        for chip in given.chips or (CHIPS if case == "layer" else CHIPS[:1]):
+            for contender in given.contenders:
+                if not cases.fits(case, chip, contender):
+                    continue
+                both = chip == "tpu7x" and (given.clocks or case in cases.EXPERTS)
+                arguments = (case, chip, contender, given.shape)
+                rows.append(by_both_clocks(*arguments) if both else figures(*arguments, None))
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+                if given.json:
+                    given.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     print(table(rows))
 
 

@@ -166,8 +166,9 @@ def lowered(case: str, chip: str, contender: str, shape: tuple[int, ...] = LAYER
     there = jax.sharding.SingleDeviceSharding(topology(chip).devices[0])
 
     def place(tree: Any) -> Any:
-        put = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there)
-        return jax.tree.map(put, tree)
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there), tree
+        )
 
     step, arguments = (
         of_experts(case, contender) if case in EXPERTS else of_model(case, contender, shape)

@@ -184,6 +184,26 @@ def _memory(program: Program, each: Instruction, around: dict[str, Instruction])
     return round(moved / HBM_BYTES_A_SECOND * CLOCK)
 
 
+def summary(rows: Sequence[Kernel]) -> dict[str, Any]:
+    """Sums over a program, each kernel as often as it runs.
+
+    `second`: the second clock, of the kernels that have it. `kernels`: the same of Pallas kernels.
+    `both`: XLA's estimates, and the second clock where there is no estimate. `estimate_only`: the
+    estimates of kernels that `second` lacks. Most are small, and part of the program around them.
+    `on_neither`: how many kernels have neither.
+    """
+    second = {row: row.second * row.times for row in rows if row.second is not None}
+    return {
+        "second": sum(second.values()),
+        "kernels": sum(cycles for row, cycles in second.items() if row.kind == "kernel"),
+        "both": sum(
+            second.get(row, 0) if row.estimate is None else row.estimate * row.times for row in rows
+        ),
+        "estimate_only": sum((row.estimate or 0) * row.times for row in rows if row not in second),
+        "on_neither": sum(row.times for row in rows if row.estimate is None and row not in second),
+    }
+
+
 _TITLES = ["kernel", "kind", "times", "estimate", "bundles", "matmuls", "memory", "second clock",
            "bound by", "estimate / second"]  # fmt: skip
 
