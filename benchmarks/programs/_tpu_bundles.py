@@ -25,8 +25,9 @@ class Runs(NamedTuple):
     loops: tuple[int | None, ...]
 
 
-_BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ +((?:[A-Z]{2} *)*):((?: >)*) +\{(.*)")
+_BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ +((?:[A-Z]{2} *)*):(?: (>+))? +\{(.*)")
 _JUMP = re.compile(r"sbr\.rel \((!?%[\w.]+)\) target = \$region(\d+)")
+_START = re.compile(r"Start region (\d+)\b")
 _END_OF_JUMP = re.compile(r"/\* Start/End empty region (\d+) |:: Start/End empty region (\d+) ")
 _MATMUL = re.compile(r"\bvmatmul\.mubr\.(?:bf16|f8)\S*\.mxu(\d)")
 _GRID = re.compile(r"^iteration_bounds: \(([\d, ]+)\)", re.MULTILINE)
@@ -53,6 +54,8 @@ class _Span(NamedTuple):
 
 def runs_of(text: str, *, steps: int | None = None) -> Runs:
     """Reads the final bundles of a kernel.
+
+    Jumps outside of loops are taken for those of an empty grid, and so for not taken.
 
     `steps`: how often a loop runs whose length is data. It is taken for the loop over the grid. A
     part of it that may be skipped counts if it is more than half of the loop, because then it is
@@ -117,7 +120,7 @@ def _bundles(text: str) -> list[_Bundle]:
         if new := _BUNDLE.match(line):
             # An empty bundle has no mark of the loop around it.
             empty = new[3].lstrip().startswith("}")
-            depth = found[-1].depth if empty and found else new[2].count(">")
+            depth = found[-1].depth if empty and found else len(new[2] or "")
             found.append(_Bundle(depth, "LB" in new[1], new[3]))
         elif found:
             found[-1] = found[-1]._replace(text=f"{found[-1].text}\n{line}")
@@ -127,16 +130,25 @@ def _bundles(text: str) -> list[_Bundle]:
 def _loops(bundles: list[_Bundle]) -> list[_Span]:
     found = []
     for first, bundle in enumerate(bundles):
-        if bundle.begins:
-            last = first
-            while last + 1 < len(bundles) and bundles[last + 1].depth >= bundle.depth:
-                last += 1
-            # The jump back may be printed as if it were behind the loop.
-            last = min(last + 1, len(bundles) - 1)
-            jumps = [
-                jump for each in bundles[first : last + 1] for jump in _JUMP.findall(each.text)
-            ]
-            found.append(_Span(first, last, jumps[-1][0] if jumps else ""))
+        if not bundle.begins:
+            continue
+        # The jump back leads to a region that starts here.
+        regions = _START.findall(bundle.text)
+        for jump in range(first, len(bundles)):
+            back = [p for p, region in _JUMP.findall(bundles[jump].text) if region in regions]
+            if back:
+                last = jump
+                # Bundles behind a jump run before it takes effect.
+                while (
+                    last + 1 < len(bundles)
+                    and bundles[last + 1].depth >= bundle.depth
+                    and not bundles[last + 1].begins
+                ):
+                    last += 1
+                found.append(_Span(first, last, back[-1]))
+                break
+        else:
+            found.append(_Span(first, len(bundles) - 1, ""))
     return found
 
 
