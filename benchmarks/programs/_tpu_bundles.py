@@ -14,7 +14,8 @@ class Runs(NamedTuple):
 
     Attributes:
       bundles: at least and at most; None if a loop is of unknown length.
-      matmuls: at least, on the matrix unit that has most.
+      matmuls: at least, on the matrix unit that has most. Those of bfloat16 and FP8 count. None if
+        most are of another format.
       grid: the blocks of the grid, as the compiler prints them; -1 for a size that is data.
       loops: the length of each loop, in the order of the text; None for an unknown one.
     """
@@ -29,7 +30,7 @@ _BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ +((?:[A-Z]{2} *)*):(?: (>+))? +\{(.*)
 _JUMP = re.compile(r"sbr\.rel \((!?%[\w.]+)\) target = \$region(\d+)")
 _START = re.compile(r"Start region (\d+)\b")
 _END_OF_JUMP = re.compile(r"/\* Start/End empty region (\d+) |:: Start/End empty region (\d+) ")
-_MATMUL = re.compile(r"\bvmatmul\.mubr\.(?:bf16|f8)\S*\.mxu(\d)")
+_MATMUL = re.compile(r"\bvmatmul\.mubr\.(bf16|f8|)\S*\.mxu(\d)")
 _GRID = re.compile(r"^iteration_bounds: \(([\d, ]+)\)", re.MULTILINE)
 _DATA = 2**31 - 1  # a size that is data
 _LONGEST = 10**5  # steps of a loop that are followed
@@ -90,7 +91,7 @@ def runs_of(text: str, *, steps: int | None = None) -> Runs:
                 least, most = least * steps * sure, most * steps
         return least, most
 
-    count, units = [0, 0], {"0": 0, "1": 0}
+    count, units, others = [0, 0], {"0": 0, "1": 0}, 0
     for i, bundle in enumerate(bundles):
         here = _Span(i, i, "")
         inside = [n for n, loop in enumerate(loops) if loop.holds(here)]
@@ -100,14 +101,15 @@ def runs_of(text: str, *, steps: int | None = None) -> Runs:
             weights[key] = weight(inside, skipped)
         times = weights[key] or (0, 0)
         count = [total + each for total, each in zip(count, times, strict=True)]
-        for unit in _MATMUL.findall(bundle.text):
-            units[unit] += times[0]
+        for counted, unit in _MATMUL.findall(bundle.text):
+            units[unit] += times[0] if counted else 0
+            others += 0 if counted else times[0]
     known = None not in weights.values()
     grid = _GRID.search(text)
     sizes = [int(size) for size in grid[1].split(",") if size.strip()] if grid else []
     return Runs(
         (count[0], count[1]) if known else None,
-        max(units.values()) if known else None,
+        max(units.values()) if known and others <= sum(units.values()) else None,
         tuple(-1 if size == _DATA else size for size in sizes),
         tuple(None if trace is None else len(trace) for trace in followed),
     )

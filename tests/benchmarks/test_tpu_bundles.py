@@ -67,6 +67,14 @@ def test_a_pipeline():
     assert runs.matmuls == 40 * 2  # of the unit with two
 
 
+def test_matmuls_of_another_format():
+    """How long they take is not known."""
+    few = changed(("%4 = vmatmul.mubr.f8e4m3fn", "%4 = vmatmul.mubr.f32"))
+    assert bundles.runs_of(few).matmuls == 40
+    assert bundles.runs_of(few.replace("mubr.bf16", "mubr.f32")).matmuls is None
+    assert bundles.runs_of(few.replace("vmatmul", "vadd")).matmuls == 0
+
+
 # What is skipped, and how often the rest of the loop runs: at least and at most.
 SKIPS = {
     "by an index of the grid, which starts again": (
