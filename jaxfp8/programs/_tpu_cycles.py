@@ -16,7 +16,15 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from jaxfp8._check import check_one_of
 from jaxfp8._table import align
 from jaxfp8.programs._hlo import BRANCHES, CALLS, Instruction, Program, read_program, tensors_of
-from jaxfp8.programs._transfers import KINDS as COLLECTIVES
+from jaxfp8.programs._tpu_kinds import (
+    COPY,
+    NO_WORK,
+    RUN_ONCE,
+    SPARSE_CORE,
+    Computation,
+    is_collective,
+    kind_of,
+)
 
 CyclesKind: TypeAlias = Literal["matmul", "cast", "amax", "collective", "rest"]
 _KINDS: tuple[CyclesKind, ...] = ("matmul", "cast", "amax", "collective", "rest")
@@ -26,23 +34,7 @@ _NO_ESTIMATE = 10**12  # XLA prints about 2^63 where it has no estimate
 # Layouts of TPUs have tiles. Those of CPUs and GPUs have none.
 _TPU_LAYOUT = re.compile(r"\{[\d,]*:T\(")
 
-# These do no work of their own. The last two are custom calls.
-_NO_WORK = frozenset(
-    ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all",
-     "add-dependency", "opt-barrier", "partition-id", "replica-id")
-)  # fmt: skip
 _NO_WORK_CALLS = ("AllocateBuffer", "ConcatBitcast")
-# They run the computation that they name, once. All others that name one give it to the chip: a
-# reducer, a comparison of a sort, the body of a fusion.
-_RUN_ONCE = ("call", "call-start", "async-start")
-# They move an array, or a part of it, between HBM and the memory on the chip.
-_COPIES = ("copy-start", "slice-start")
-_SPARSE_CORE = '_execution_thread="sparsecore"'
-_PALLAS = "tpu_custom_call"
-
-# E8M0 is a format of scales, not of values. The bytes of FP8 values may be integers for a while.
-_FP8 = re.compile(r"f8e[45]m")
-_ONE_BYTE = re.compile(r"f8e[45]m|[us]8\[")
 
 
 class CyclesRow(NamedTuple):
@@ -197,15 +189,12 @@ def tpu_cycles(compiled: Any) -> CyclesReport:
     unknown = [row for row in rows if row.cycles is None]
     return CyclesReport(
         tuple(row for row in rows if row.cycles is not None),
-        tuple(row for row in unknown if row.kind != _COPY),
-        tuple(row._replace(kind="rest") for row in unknown if row.kind == _COPY),
+        tuple(row for row in unknown if row.kind != COPY),
+        tuple(row._replace(kind="rest") for row in unknown if row.kind == COPY),
     )
 
 
 # The instructions that run, each as often as it runs.
-
-_COPY = "copy"  # the kind of a copy that runs beside other instructions, while a program is read
-_Computation: TypeAlias = dict[str, Instruction]
 
 
 def _instructions_that_run(program: Program) -> tuple[CyclesRow, ...]:
@@ -230,7 +219,7 @@ def _instructions_that_run(program: Program) -> tuple[CyclesRow, ...]:
                 found.append(_row(program, each, computation))
         return tuple(found)
 
-    def run_in_loop(loop: Instruction, around: _Computation) -> list[CyclesRow]:
+    def run_in_loop(loop: Instruction, around: Computation) -> list[CyclesRow]:
         (body,), (condition,) = loop.computations("body"), loop.computations("condition")
         times = program.trip_count(loop, around)
         if times is None:
@@ -246,7 +235,7 @@ def _instructions_that_run(program: Program) -> tuple[CyclesRow, ...]:
         dearest = max(branches, key=lambda of: sum(row.total for row in of))
         # Another branch may be dearer by what it has without an estimate.
         others = [row for branch in branches if branch is not dearest for row in branch]
-        return [*dearest, *(row for row in others if row.cycles is None and row.kind != _COPY)]
+        return [*dearest, *(row for row in others if row.cycles is None and row.kind != COPY)]
 
     return run_by(program.entry)
 
@@ -257,106 +246,21 @@ def _cycles(each: Instruction) -> int | None:
 
 
 def _runs_its_calls(each: Instruction) -> bool:
-    return each.opcode in _RUN_ONCE and _SPARSE_CORE not in each.attributes
+    return each.opcode in RUN_ONCE and SPARSE_CORE not in each.attributes
 
 
-def _no_work(each: Instruction, computation: _Computation) -> bool:
+def _no_work(each: Instruction, computation: Computation) -> bool:
     """Whether an instruction without an estimate does nothing, or works on single numbers."""
-    if each.opcode in _NO_WORK or each.call_target in _NO_WORK_CALLS or each.is_second_half:
+    if each.opcode in NO_WORK or each.call_target in _NO_WORK_CALLS or each.is_second_half:
         return True
     # These say nothing by the sizes of their operands.
-    if each.opcode in ("fusion", "custom-call", *_RUN_ONCE) or _is_collective(each):
+    if each.opcode in ("fusion", "custom-call", *RUN_ONCE) or is_collective(each):
         return False
     types = [each.type, *(computation[name].type for name in each.operands if name in computation)]
     return all(math.prod(tensor.shape) <= 1 for type in types for tensor in tensors_of(type))
 
 
-# The kind of an instruction.
-
-
-def _row(program: Program, each: Instruction, computation: _Computation) -> CyclesRow:
-    inside = _inside(program, each)
-    matmul = next((one for one in inside if one.opcode in ("convolution", "dot")), None)
+def _row(program: Program, each: Instruction, computation: Computation) -> CyclesRow:
+    kind, matmul = kind_of(program, each, computation)
     name = (matmul and matmul.op_name) or each.op_name or ""
-    if matmul:
-        kind = "matmul"
-    elif any(map(_is_collective, inside)):
-        kind = "collective"
-    elif _SPARSE_CORE in each.attributes:
-        kind = "sparsecore"
-    elif each.call_target == _PALLAS:
-        kind = "kernel"
-    elif each.opcode in _COPIES:
-        kind = _COPY
-    elif _writes_fp8(program, each, computation):
-        kind = "cast"
-    else:
-        kind = "amax" if any(_is_amax(program, name) for name in _fused(each)) else "rest"
     return CyclesRow(each.name, kind, _cycles(each), 1, name)
-
-
-def _is_collective(each: Instruction) -> bool:
-    return each.opcode.removesuffix("-start") in COLLECTIVES
-
-
-def _fused(each: Instruction) -> tuple[str, ...]:
-    return each.computations("calls") if each.opcode == "fusion" else ()
-
-
-def _inside(program: Program, each: Instruction) -> list[Instruction]:
-    """The instruction, and all in the computations that it is made of."""
-    names = each.computations(*CALLS) if each.opcode in _RUN_ONCE else _fused(each)
-    parts = [one for name in names for one in program.computations.get(name, {}).values()]
-    return [each, *(one for part in parts for one in _inside(program, part))]
-
-
-def _writes_fp8(program: Program, each: Instruction, computation: _Computation) -> bool:
-    """Whether an instruction that runs makes FP8 values of wider ones, and writes them."""
-    if each.opcode == "convert":
-        source = computation.get(each.operands[0])
-        return bool(_FP8.match(each.type) and source and not _ONE_BYTE.match(source.type))
-    return any(_root_is_fp8(program, name) for name in _fused(each))
-
-
-def _root_is_fp8(program: Program, name: str) -> bool:
-    fused = program.computations.get(name, {})
-
-    def is_made(each: Instruction, as_fp8: bool) -> bool:
-        """Whether bytes are FP8 values that were wider. `as_fp8`: somebody takes them for FP8."""
-        sources = [fused[operand] for operand in each.operands if operand in fused]
-        if each.opcode == "tuple":
-            return any(is_made(source, False) for source in sources)
-        if not _ONE_BYTE.match(each.type) or each.opcode in (*_NO_WORK - {"bitcast"}, "iota"):
-            return False
-        if any(_root_is_fp8(program, inner) for inner in _fused(each)):
-            return True
-        as_fp8 = as_fp8 or bool(_FP8.match(each.type))
-        bytes = [source for source in sources if _ONE_BYTE.match(source.type)]
-        # An instruction without bytes among its operands made them, a fusion may have.
-        if not bytes and each.opcode != "fusion":
-            return as_fp8
-        return any(is_made(source, as_fp8) for source in bytes)
-
-    return any(each.is_root and is_made(each, False) for each in fused.values())
-
-
-def _is_amax(program: Program, name: str) -> bool:
-    """Whether a fused computation reduces absolute values to their maximum."""
-    fused = program.computations.get(name, {})
-    absolute: set[str] = set()  # instructions with an absolute value among all that they read
-    for each in fused.values():
-        reads = not absolute.isdisjoint(each.operands)
-        if any(_is_amax(program, inner) for inner in _fused(each)):
-            return True
-        if reads and each.opcode == "reduce" and _root_opcode(program, each) == "maximum":
-            return True
-        if reads or any(one.opcode == "abs" for one in _inside(program, each)):
-            absolute.add(each.name)
-    return False
-
-
-def _root_opcode(program: Program, reduce: Instruction) -> str | None:
-    """The operation by which a reduction combines two values."""
-    (name,) = reduce.computations("to_apply")
-    reducer = program.computations.get(name, {}).values()
-    return next((each.opcode for each in reducer if each.is_root), None)

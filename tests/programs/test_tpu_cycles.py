@@ -265,6 +265,8 @@ WITHOUT = {
     "less than that": ([fusion("f", "bitcast", 10**12 - 1)], []),
     "a gather": ([fusion("f", "bitcast", None)], ["rest"]),
     "a matmul": ([fusion("f", "matmul", None)], ["matmul"]),
+    "a fusion of numbers": ([fusion("f", "bitcast", None, SCALAR, "%n")], ["rest"]),
+    "a kernel of numbers": ([KERNEL.replace(X, SCALAR).replace("%x", "")], ["kernel"]),
     "a copy": (["%c = bf16[512,512]{1,0:T(16,128)(2,1)S(1)} copy(%x)"], ["rest"]),
     "a reduction to one number": (
         ["%n = bf16[]{:T(256)} reduce(%x, %x), dimensions={0,1}, to_apply=%max"], ["rest"]
