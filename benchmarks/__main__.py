@@ -16,11 +16,11 @@ NEEDS = "Needs: "
 
 
 def scripts(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yields (path, line) of each script in the folders of `folder`."""
-    for path in sorted(folder.glob("*/*.py")):
+    """Yields (path, line) of each script in `folder` and in its folders, but not of this one."""
+    for path in sorted([*folder.glob("*.py"), *folder.glob("*/*.py")]):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         tests = [ast.unparse(node.test) for node in tree.body if isinstance(node, ast.If)]
-        if "__name__ == '__main__'" in tests:
+        if "__name__ == '__main__'" in tests and path.name != "__main__.py":
             first, *more = (ast.get_docstring(tree) or "").splitlines()
             needs = [line.removeprefix(NEEDS) for line in more if line.startswith(NEEDS)]
             yield (

@@ -44,6 +44,7 @@ EXPECTED = {
     "jaxfp8.sharding": "MeshRoles Shard quantized_specs",
     "jaxfp8.programs": """
         assert_fp8_gemms run_on_cpu wire_report assert_wire_dtype WireReport Transfer
+        tpu_cycles CyclesReport CyclesRow
     """,
     "jaxfp8.plan": "Choice Choices Timings autotune roofline skip_slow",
     "jaxfp8.prologues": "RMSNorm SwiGLU",

@@ -16,7 +16,8 @@ def test_every_script_has_a_line():
     )
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     texts = {path: path.read_text() for path in FOLDER.glob("*/*.py")}
-    scripts = {path for path, text in texts.items() if 'if __name__ == "__main__":' in text}
+    paths = {*texts, FOLDER / "tpu.py"}
+    scripts = {path for path in paths if 'if __name__ == "__main__":' in path.read_text()}
     assert {ROOT / path for path in lines} == scripts
     assert lines["benchmarks/gpu/autotune.py"].endswith("[needs a GPU]")
     rows = re.findall(r"^\| \[`(\w+)/`\]", (FOLDER / "README.md").read_text(), re.MULTILINE)

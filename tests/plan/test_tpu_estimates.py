@@ -10,8 +10,12 @@ import jaxfp8 as fp8
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tpu.md").read_text()
-CYCLES = json.loads((ROOT / "benchmarks/programs/results/tpu_cycles.json").read_text())
-COMPILER = {row["contender"]: row["cycles"] for row in CYCLES["rows"] if row["chip"] == "tpu7x"}
+CYCLES = json.loads((ROOT / "benchmarks/results/tpu.json").read_text())
+COMPILER = {
+    row["contender"]: row["cycles"]
+    for row in CYCLES["rows"]
+    if (row.get("case", "layer"), row["chip"]) == ("layer", "tpu7x")
+}
 SHAPE = tuple(CYCLES["shape"])
 CHIPS = ("tpu7x", "v6e", "v5p", "v5e")
 
