@@ -17,11 +17,15 @@ estimate, each as often as it runs. A figure with unknown ones is a lower bound.
 second clock, for TPU 7x: lower bounds of each kernel from its machine code, also of Pallas kernels.
 Experts always have it, because XLA's kernel for them has no estimate.
 
+`--vmem 49152` gives each kernel more of the memory inside of the chip, with a compiler option. All
+contenders get it.
+
 Needs: libtpu (`pip install "jaxfp8[tpu]" qwix`), no TPU.
 """
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -41,6 +45,7 @@ import _tpu_clocks as clocks
 from jaxfp8.programs import tpu_cycles
 
 CHIPS = ("tpu7x", "v6e", "v5p", "v5e")
+VMEM, DEFAULT = "xla_tpu_scoped_vmem_limit_kib", "default"  # the memory of a kernel in VMEM
 KINDS = ("matmul", "cast", "amax", "collective", "rest")
 # Columns of the second clock, see `_tpu_clocks.summary`.
 SECOND = {
@@ -53,9 +58,12 @@ SECOND = {
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "qwix")
 
 
-def figures(case: str, chip: str, contender: str, shape: Sequence[int], text: Path | None) -> Any:
+def figures(
+    case: str, chip: str, contender: str, vmem: str, shape: Sequence[int], text: Path | None
+) -> Any:
     """A row of the results. `text`: where to write the program."""
-    compiled = cases.lowered(case, chip, contender, tuple(shape)).compile()
+    options = {VMEM: vmem} if vmem != DEFAULT else {}
+    compiled = cases.lowered(case, chip, contender, tuple(shape)).compile(options)
     if text:
         text.write_text(compiled.as_text())
     report = tpu_cycles(compiled)
@@ -69,6 +77,7 @@ def figures(case: str, chip: str, contender: str, shape: Sequence[int], text: Pa
         "case": case,
         "chip": chip,
         "contender": contender,
+        "vmem_kib": vmem,
         "cycles": report.total,
         "unknown": sum(unknown.values()),
         "kinds": kinds | {"attention": sum(row.total for row in attention)},
@@ -77,11 +86,11 @@ def figures(case: str, chip: str, contender: str, shape: Sequence[int], text: Pa
     }
 
 
-def by_both_clocks(case: str, chip: str, contender: str, shape: Sequence[int]) -> Any:
+def by_both_clocks(case: str, chip: str, contender: str, vmem: str, shape: Sequence[int]) -> Any:
     """A row with the second clock, of a child whose compiler dumps machine code."""
     with clocks.dumps() as folder:
         program = folder / "the-program.txt"
-        command = [sys.executable, __file__, "--child", case, chip, contender, str(program)]
+        command = [sys.executable, __file__, "--child", case, chip, contender, vmem, str(program)]
         command += ["--shape", *map(str, shape)]
         done = subprocess.run(
             command, env=clocks.environment(folder), stdout=subprocess.PIPE, text=True, check=True
@@ -90,25 +99,38 @@ def by_both_clocks(case: str, chip: str, contender: str, shape: Sequence[int]) -
         experts = cases.EXPERTS.get(case)
         groups = [experts.tokens] * experts.count if experts else []
         kernels = clocks.kernels(program.read_text(), folder, groups=groups)
-    print(f"\n{case}, {contender}\n\n{clocks.table(kernels)}\n", flush=True)
+    print(f"\n{case}, {contender}, VMEM {vmem}\n\n{clocks.table(kernels)}\n", flush=True)
     return row | clocks.summary(kernels)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown, a table for each case."""
     tables = []
-    base = {(row["case"], row["chip"]): row for row in rows if row["contender"] == "bfloat16"}
+    base = {_alike(row): row for row in rows if row["contender"] == "bfloat16"}
     for case in dict.fromkeys(row["case"] for row in rows):
         mine = [row for row in rows if row["case"] == case]
         kinds = [k for k in (*KINDS, "attention") if any(row["kinds"][k] for row in mine)]
         second = any("second" in row for row in mine)
-        titles = ["chip", "contender", "Mcycles", "bfloat16's over these", *kinds, "unknown"]
+        titles = [
+            "chip",
+            "VMEM, KiB",
+            "contender",
+            "Mcycles",
+            "bfloat16's over these",
+            *kinds,
+            "unknown",
+        ]
         titles += list(SECOND.values()) if second else []
-        cells = [_cells(row, base.get((case, row["chip"])), kinds, second) for row in mine]
+        cells = [_cells(row, base.get(_alike(row)), kinds, second) for row in mine]
         lines = [titles, ["---"] * len(titles), *cells]
         made = [f"| {' | '.join(line)} |" for line in lines]
         tables.append("\n".join([f"{case}, millions of cycles:\n", *made]))
     return "\n\n".join(tables)
+
+
+def _alike(row: dict[str, Any]) -> tuple[str, ...]:
+    """What rows that are compared have in common."""
+    return row["case"], row["chip"], row["vmem_kib"]
 
 
 def _cells(
@@ -117,7 +139,13 @@ def _cells(
     def ratio(key: str) -> str:
         return f"{base[key] / row[key]:.2f}" if base and base.get(key) and row.get(key) else "–"
 
-    found = [row["chip"], row["contender"], f"{row['cycles'] / 1e6:.2f}", ratio("cycles")]
+    found = [
+        row["chip"],
+        row["vmem_kib"],
+        row["contender"],
+        f"{row['cycles'] / 1e6:.2f}",
+        ratio("cycles"),
+    ]
     found += [f"{row['kinds'][kind] / 1e6:.2f}" for kind in kinds]
     found += [str(row["unknown"])]
     if second:
@@ -139,10 +167,13 @@ def main() -> None:
     parser.add_argument(
         "--contenders", nargs="+", choices=cases.CONTENDERS, default=list(cases.CONTENDERS)
     )
+    parser.add_argument(
+        "--vmem", nargs="+", default=[DEFAULT], metavar="KIB", help=f"of {VMEM}, for all contenders"
+    )
     parser.add_argument("--shape", type=int, nargs=3, default=cases.LAYER, help="of the layer")
     parser.add_argument("--clocks", action="store_true", help="a second clock for TPU 7x")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results")
-    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
         *key, text = given.child
@@ -159,16 +190,16 @@ def main() -> None:
     }
     rows: list[dict[str, Any]] = []
     for case in given.cases:
-        for chip in given.chips or (CHIPS if case == "layer" else CHIPS[:1]):
-            for contender in given.contenders:
-                if not cases.fits(case, chip, contender):
-                    continue
-                both = chip == "tpu7x" and (given.clocks or case in cases.EXPERTS)
-                arguments = (case, chip, contender, given.shape)
-                rows.append(by_both_clocks(*arguments) if both else figures(*arguments, None))
-                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-                if given.json:
-                    given.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        chips = given.chips or (CHIPS if case == "layer" else CHIPS[:1])
+        for chip, vmem, contender in itertools.product(chips, given.vmem, given.contenders):
+            if not cases.fits(case, chip, contender):
+                continue
+            both = chip == "tpu7x" and (given.clocks or case in cases.EXPERTS)
+            arguments = (case, chip, contender, vmem, given.shape)
+            rows.append(by_both_clocks(*arguments) if both else figures(*arguments, None))
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+            if given.json:
+                given.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
     print(table(rows))
 
 

@@ -104,9 +104,9 @@ def _converted_on_tpu(x: Array, multiplier: Array, *, format: Format) -> Array:
     # A magnitude below 2^-126 counts as zero. The product keeps the sign of x.
     scaled = x * jnp.where(magnitude < TINY, np.float32(0), multiplier)
     saturated = lax.clamp(np.float32(-format.max), scaled, np.float32(format.max))
-    # No magnitude is less than inf if x is not finite, and none is less than NaN. So one comparison
-    # with each value finds a bad x, and a bad multiplier.
-    bound = jnp.where(is_finite(multiplier), np.float32(np.inf), np.float32(np.nan))
+    # inf, or NaN if the multiplier is not finite: no magnitude is less than NaN. (A select would be
+    # an array of its own for multipliers of rows, and XLA then makes copies earlier than needed.)
+    bound = multiplier * np.float32(0) + np.float32(np.inf)
     return jnp.where(magnitude < bound, saturated, np.float32(np.nan)).astype(format.dtype)
 
 

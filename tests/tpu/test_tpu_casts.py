@@ -70,6 +70,15 @@ def test_every_value(chip):
             )
 
 
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_a_multiplier_that_is_not_finite(format):
+    """It makes NaN of each value, of zeros too."""
+    x = jnp.asarray(cast_inputs(format)[:: 2**7])
+    bad = jnp.array([jnp.inf, -jnp.inf, jnp.nan], jnp.float32)
+    cast = lambda x, bad: jax.vmap(lambda m: saturating_cast(x, m, format))(bad)
+    assert set(np.unique(oracle.codes(on_tpu("tpu7x", cast, x, bad)))) == {format.nan_byte}
+
+
 @CHIPS
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_tensors_and_rows(chip, dtype):
