@@ -261,10 +261,9 @@ def cast_cost(
         return cost
     at_most = _XLA_TILE_RATE if in_tiles else math.inf
     # Amaxes of tiles need a read for each direction. Those of the tensor, its rows and its columns
-    # share one. A second, small kernel ends each reduction. XLA for GPUs finds the amax for the
-    # next step in the kernel that casts, and XLA for TPUs does not.
-    before = (Current, Delayed) if chip.platform == "tpu" else Current
-    amaxes = {each.granularity for q, of, _ in casts if isinstance(q, before) for each in of}
+    # share one. A second, small kernel ends each reduction. XLA finds the amax for the next step in
+    # the kernel that casts.
+    amaxes = {each.granularity for q, of, _ in casts if isinstance(q, Current) for each in of}
     reads = len(amaxes) if in_tiles else min(1, len(amaxes))
     if by_kernel:  # it finds amaxes of tiles in the same read
         return cost if in_tiles else cost + passes(2 * reads, launches=2 * reads)
