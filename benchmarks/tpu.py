@@ -9,16 +9,18 @@ stand side by side in these cases:
 - `experts-4096`, `experts-512`: y, dx and dw of 16 experts of 4096 -> 2048 features, each with so
   many tokens.
 
-    python benchmarks/tpu.py --json benchmarks/results/tpu.json
-    python benchmarks/tpu.py --cases layer --chips tpu7x --clocks
+    python benchmarks/tpu.py --clocks --vmem default 49152 --json benchmarks/results/tpu.json
+    python benchmarks/tpu.py --cases layer --chips tpu7x
 
 The figures are those of `fp8.programs.tpu_cycles`. `unknown` counts the instructions that have no
 estimate, each as often as it runs. A figure with unknown ones is a lower bound. `--clocks` adds a
 second clock, for TPU 7x: lower bounds of each kernel from its machine code, also of Pallas kernels.
 Experts always have it, because XLA's kernel for them has no estimate.
 
-`--vmem 49152` gives each kernel more of the memory inside of the chip, with a compiler option. All
+`--vmem 49152` gives each kernel more of the memory inside of a TPU 7x, with a compiler option. All
 contenders get it.
+
+A file of results that exists is continued: what it has is not compiled again.
 
 Needs: libtpu (`pip install "jaxfp8[tpu]" qwix`), no TPU.
 """
@@ -172,7 +174,7 @@ def main() -> None:
     )
     parser.add_argument("--shape", type=int, nargs=3, default=cases.LAYER, help="of the layer")
     parser.add_argument("--clocks", action="store_true", help="a second clock for TPU 7x")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the results are")
     parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
@@ -189,12 +191,16 @@ def main() -> None:
         "unit": "cycles that XLA estimates for one forward and backward pass on one device",
     }
     rows: list[dict[str, Any]] = []
+    if given.json and given.json.exists():
+        rows = json.loads(given.json.read_text())["rows"]
+    done = {(*_alike(row), row["contender"]) for row in rows}
     for case in given.cases:
         chips = given.chips or (CHIPS if case == "layer" else CHIPS[:1])
         for chip, vmem, contender in itertools.product(chips, given.vmem, given.contenders):
-            if not cases.fits(case, chip, contender):
+            wanted = cases.fits(case, chip, contender) and (vmem == DEFAULT or chip == CHIPS[0])
+            if not wanted or (case, chip, vmem, contender) in done:
                 continue
-            both = chip == "tpu7x" and (given.clocks or case in cases.EXPERTS)
+            both = chip == CHIPS[0] and (given.clocks or case in cases.EXPERTS)
             arguments = (case, chip, contender, vmem, given.shape)
             rows.append(by_both_clocks(*arguments) if both else figures(*arguments, None))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)

@@ -48,10 +48,12 @@ CASES = ("layer", "block", "block-inputs", *EXPERTS)
 def fits(case: str, chip: str, contender: str) -> bool:
     """Whether the contender has the case. XLA's kernel for experts takes FP8 on TPU 7x only.
 
-    Experts have no tiles there, and those of flax and qwix are not asked for FP8.
+    Experts have no tiles there, and those of flax and qwix are not asked for FP8. Tiles are
+    compiled for a layer only.
     """
-    rows = ("bfloat16", "delayed", "current", "rowwise")
-    return case not in EXPERTS or (chip == "tpu7x" and contender in rows)
+    if case in EXPERTS:
+        return chip == "tpu7x" and contender in ("bfloat16", "delayed", "current", "rowwise")
+    return case == "layer" or contender not in ("blockwise", "mxfp8")
 
 
 # Dense layers of a contender.
