@@ -112,6 +112,36 @@ def test_features_that_do_not_fit_into_vmem_are_for_ragged_dot():
     assert kernels_of(text) == kernels_for(E5M2)
 
 
+@pytest.mark.parametrize("states", [1, E])
+def test_a_cast_and_its_amax_are_one_fusion(states):
+    """A settled step of `delayed()` reads each tensor once, and moves no row."""
+    recipe = fp8.recipes.delayed()
+
+    def init(index):
+        return fp8.init_state(recipe)
+
+    state = jax.eval_shape(lambda: init(0) if states == 1 else jax.vmap(init)(jnp.arange(states)))
+
+    def step(x, w, g, sizes, state):
+        def loss(arrays, state):
+            how = {"recipe": recipe, "state": state, "kernels": fp8.Kernels("tpu7x")}
+            y = fp8.ragged_dot(*arrays, sizes, **how)
+            return jnp.vdot(y, g), y
+
+        return fp8.value_and_grad(loss, has_aux=True)((x, w), state)
+
+    compiled = compile_for("tpu7x", step, *arguments(4096, 1024, 512, E), fp8.settle(state))
+    fp8.programs.assert_fp8_gemms(compiled, 3)
+    report = fp8.programs.tpu_cycles(compiled)
+    assert not report.only("amax").rows
+    assert len(report.only("cast").rows) == 3
+    assert not [row for row in report.unknown if row.kind in ("sparsecore", "loop")]
+
+
+def test_no_rows():
+    compile_for("tpu7x", step_of(fp8.recipes.current()), *arguments(0, K, N, E))
+
+
 def test_with_64_bits():
     with jax.enable_x64(True):
         compiled = compile_for("tpu7x", step_of(fp8.recipes.current()), *arguments(T, K, N, E))
