@@ -6,6 +6,7 @@ kernel takes at least as many cycles as it runs bundles. The text is what libtpu
 """
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -53,7 +54,7 @@ class _Span(NamedTuple):
         return self.first <= other.first and other.last <= self.last
 
 
-def runs_of(text: str, *, steps: int | None = None) -> Runs:
+def runs_of(text: str, *, steps: int | None = None, parts: Sequence[int] = ()) -> Runs:
     """Reads the final bundles of a kernel.
 
     Jumps outside of loops are taken for those of an empty grid, and so for not taken.
@@ -61,6 +62,10 @@ def runs_of(text: str, *, steps: int | None = None) -> Runs:
     `steps`: how often a loop runs whose length is data. It is taken for the loop over the grid. A
     part of it that may be skipped counts if it is more than half of the loop, because then it is
     the work of a step.
+
+    `parts`: how often each part of a loop runs that data decides, in the order of the text. Parts
+    of less than 1/20 of the loop are left out. It has no effect on a kernel with another number of
+    such parts.
     """
     bundles = _bundles(text)
     scalars = _Scalars(bundles)
@@ -73,11 +78,23 @@ def runs_of(text: str, *, steps: int | None = None) -> Runs:
         scalars.follow(bundles, loop, [s for s, n in zip(skips, owners, strict=True) if n == own])
         for own, loop in enumerate(loops)
     ]
+    by_data = [
+        n
+        for n, (skip, own) in enumerate(zip(skips, owners, strict=True))
+        if own is not None
+        and (trace := followed[own]) is not None
+        and any(step[skip] is None for step in trace)
+        and 20 * (skip.last - skip.first) > loops[own].last - loops[own].first
+    ]
+    given = dict(zip(by_data, parts, strict=True)) if len(by_data) == len(parts) else {}
     weights: dict[tuple[int, ...], tuple[int, int] | None] = {}
 
     def weight(inside: list[int], skipped: list[int]) -> tuple[int, int] | None:
         least = most = 1
         for own in inside:
+            if counts := [given[n] for n in skipped if owners[n] == own and n in given]:
+                least, most = least * min(counts), most * min(counts)
+                continue
             parts = [skips[n] for n in skipped if owners[n] == own]
             if (trace := followed[own]) is not None:
                 runs = [[step[skip] for skip in parts] for step in trace]
@@ -105,14 +122,19 @@ def runs_of(text: str, *, steps: int | None = None) -> Runs:
             units[unit] += times[0] if counted else 0
             others += 0 if counted else times[0]
     known = None not in weights.values()
-    grid = _GRID.search(text)
-    sizes = [int(size) for size in grid[1].split(",") if size.strip()] if grid else []
     return Runs(
         (count[0], count[1]) if known else None,
         max(units.values()) if known and others <= sum(units.values()) else None,
-        tuple(-1 if size == _DATA else size for size in sizes),
+        grid_of(text),
         tuple(None if trace is None else len(trace) for trace in followed),
     )
+
+
+def grid_of(text: str) -> tuple[int, ...]:
+    """The blocks of the grid, as in `Runs`."""
+    grid = _GRID.search(text)
+    sizes = [int(size) for size in grid[1].split(",") if size.strip()] if grid else []
+    return tuple(-1 if size == _DATA else size for size in sizes)
 
 
 def _bundles(text: str) -> list[_Bundle]:

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _tpu_bundles import Runs, runs_of
+from _tpu_bundles import Runs, grid_of, runs_of
 
 from jaxfp8.programs import tpu_cycles
 from jaxfp8.programs._hlo import Instruction, Program, read_program, tensors_of
@@ -118,7 +118,7 @@ def kernels(compiled: str, folder: Path, *, groups: Sequence[int] = ()) -> list[
     """Both clocks of each instruction that runs, from the text of a program and its dumps.
 
     `groups`: the rows of each expert. Without them the kernels of `jax.lax.ragged_dot` are unknown,
-    because their grid is data.
+    because their grid is data. Those of jaxfp8 then count what is sure.
     """
     report, program = tpu_cycles(compiled), read_program(compiled)
     code, found = texts(folder), []
@@ -126,7 +126,10 @@ def kernels(compiled: str, folder: Path, *, groups: Sequence[int] = ()) -> list[
     for row in (*report.rows, *report.unknown):
         of = around[row.name]
         steps = grid_steps(of[row.name], of, groups) if groups else None
-        runs = runs_of(code[row.name], steps=steps) if row.name in code else None
+        runs = None
+        if row.name in code:
+            parts = parts_of_grid(row.name, code[row.name], groups)
+            runs = runs_of(code[row.name], steps=steps, parts=parts)
         matmuls = runs.matmuls if runs else None
         found.append(
             Kernel(
@@ -152,11 +155,7 @@ def grid_steps(
     if not (tiling := _TILING.search(each.attributes)):
         return None
     rows, k, n = map(int, tiling.groups())
-    visits = start = 0
-    for size in groups:
-        end = start + size
-        visits += math.ceil(end / rows) - start // rows if size else 0
-        start = end
+    visits = _visits(rows, groups)
     (result,) = tensors_of(each.type)
     operands = [t for name in each.operands for t in tensors_of(around[name].type)]
     if len(result.shape) == 3:  # dw [groups, K, N]
@@ -166,6 +165,33 @@ def grid_steps(
         x = next(t for t in operands if len(t.shape) == 2 and t.shape[0] == result.shape[0])
         features_in = x.shape[1]
     return visits * math.ceil(features_in / k) * math.ceil(features_out / n)
+
+
+def _visits(rows: int, groups: Sequence[int]) -> int:
+    """How often blocks of so many rows are visited: once for each group that has a row in them."""
+    visits = start = 0
+    for size in groups:
+        end = start + size
+        visits += math.ceil(end / rows) - start // rows if size else 0
+        start = end
+    return visits
+
+
+_OURS = re.compile(r"grouped_(rows|sums)_(\d+)")
+
+
+def parts_of_grid(name: str, text: str, groups: Sequence[int]) -> tuple[int, ...]:
+    """How often each part of jaxfp8's kernels for groups runs; () for any other kernel.
+
+    The groups have all rows, and each has some. The grid is in the text, and the rows of a block in
+    the name.
+    """
+    if not groups or not (found := _OURS.match(name)):
+        return ()
+    (*blocks, _), visits = grid_of(text), _visits(int(found[2]), groups)
+    # Of the products, and of the rows of no group. Or of zeros, sums and results.
+    parts = (visits, 0) if found[1] == "rows" else (len(groups), visits, len(groups))
+    return tuple(math.prod(blocks) * part for part in parts)
 
 
 _PARTS = ("slice", "dynamic-slice", "gather", "dynamic-update-slice")

@@ -215,9 +215,12 @@ class Backend:
       estimated: of a cast: whether `plan/` knows its cost, that of one pass over the tensor. Other
         kernels cast only if the user names them.
       writes_transposed: of a cast: whether it writes a copy transposed if its direction says so.
-      tiles: of a grouped matmul: whether it takes operands with scales of tiles.
+      takes: of a grouped matmul: which scales operands may have.
+      in_place: of a grouped matmul: whether it reads the rows of groups where they are. Operands
+        then have one row in a tile, so all three matmuls of a layer must be of this kind.
       tilings: of a matmul: gives every `tiling=` that it takes, for timings.
-      rows: of a cast and of a grouped matmul: tiles of rows must be multiples of it.
+      rows: of a cast and of a grouped matmul: tiles of rows must be multiples of it. Of a kernel
+        that reads rows where they are: how many it multiplies at once.
     """
 
     module: str | None = None
@@ -230,7 +233,8 @@ class Backend:
     route: Route | None = None
     estimated: bool = False
     writes_transposed: bool = False
-    tiles: bool = True
+    takes: tuple[Literal["tensors", "rows", "tiles"], ...] = ("tensors", "rows", "tiles")
+    in_place: bool = False
     tilings: Callable[[], Iterable[Any]] | None = None
     rows: int = 1
 

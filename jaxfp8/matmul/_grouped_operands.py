@@ -122,8 +122,15 @@ class _Stack:
 
         found = tuple(self.amax(each, known) for each in wanted)
         if known is not None and self.tensor != "w":
-            known = KnownScale(*map(self.groups.of_tiles, known))
+            # Of one state for all groups XLA sees that each tile has the same scale.
+            one_state = arrays.known is not None and arrays.known.ndim == 2  # [2, rows of state]
+            of_tiles = self._repeated if one_state else self.groups.of_tiles
+            known = KnownScale(*map(of_tiles, known))
         return jax.vmap(one)(self.values, found, known, keys)
+
+    def _repeated(self, of_groups: Array) -> Array:
+        """The first entry of [E] for each tile, [R]."""
+        return jnp.broadcast_to(of_groups[0], (self.groups.count,))
 
     def amax(self, granularity: AbstractGranularity, known: KnownScale | None) -> Array:
         """The amax of each matrix of the stack, [R, ...] or [E, ...], in the shape of its scale."""

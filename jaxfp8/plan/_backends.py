@@ -183,10 +183,12 @@ def tile_rows(tokens: int, experts: int, side: int | None, backends: Backends = 
     """P, the rows of a tile: about a quarter of a group of average size, in tiles of values.
 
     More rows read matrices less often. Fewer rows are padded less. Kernels may need whole tiles of
-    more rows (`Backend.rows`). A grouped kernel takes no more than it needs, because it keeps
-    matrices in L2. `side` is the number of rows that all tiles of values divide
-    (`Recipe.whole_tiles`); None without tiles.
+    more rows (`Backend.rows`), or tiles of one row (`Backend.in_place`). A grouped kernel takes no
+    more than it needs, because it keeps matrices in L2. `side` is the number of rows that all tiles
+    of values divide (`Recipe.whole_tiles`); None without tiles.
     """
+    if any(_is_in_place(by[0]) for by in (backends.fprop, backends.dgrad, backends.wgrad)):
+        return 1
     casts = (*backends.x, *backends.w, *backends.g)
     matmuls = {*backends.fprop, *backends.dgrad, *backends.wgrad} & grouped_matmul.BACKENDS.keys()
     tile = math.lcm(SMALLEST if side is None else side, *(CASTS[name].rows for name in casts))
@@ -195,6 +197,17 @@ def tile_rows(tokens: int, experts: int, side: int | None, backends: Backends = 
     while 2 * tile <= min(tokens // (4 * experts), _LARGEST):
         tile *= 2
     return tile
+
+
+def rows_wasted(tile: int, backends: Backends) -> int:
+    """How many rows a matmul multiplies for each group beyond its own, on average.
+
+    It is half a tile. If rows are read where they are, the blocks at both ends of a group hold rows
+    of others.
+    """
+    if tile > 1:
+        return tile // 2
+    return max(grouped_matmul.BACKENDS[name].rows for name in backends.fprop[:1])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -213,18 +226,25 @@ def grouped_backends(
     found = backends_for(chip, casts, matmuls, recipe, (rows, k, n))
     if chip is None or matmuls is not None:
         return found
+    kernels = {name: _grouped_kernels(getattr(recipe, name), chip_named(chip)) for name in MATMULS}
+    in_place = all(any(map(_is_in_place, names)) for names in kernels.values())
     chosen = {}
     for name in MATMULS:
-        kernels = _grouped_kernels(getattr(recipe, name), chip_named(chip))
+        of_groups = [by for by in kernels[name] if in_place or not _is_in_place(by)]
         by_tile = (by for by in getattr(found, name) if by in grouped_matmul.BACKENDS)
-        chosen[name] = (*kernels, *XLA) if kernels else tuple(by_tile)
+        chosen[name] = (*of_groups, *XLA) if of_groups else tuple(by_tile)
     return found._replace(**chosen)
 
 
+def _is_in_place(name: str) -> bool:
+    return name in grouped_matmul.BACKENDS and grouped_matmul.BACKENDS[name].in_place
+
+
 def _grouped_kernels(operands: Operands, chip: Chip) -> tuple[str, ...]:
-    """The kernels for a chip that multiply all groups."""
+    """The kernels for a chip that multiply all groups, in the order of their table."""
     if not operands.in_fp8:
         return ()
-    tables = grouped_matmul.BACKENDS
-    kernels = kernels_of(chip, tables)
-    return tuple(name for name in kernels if tables[name].tiles or not operands.in_tiles)
+    rows = any(side.granularity.in_rows for side in (operands.lhs, operands.rhs))
+    scales = "tiles" if operands.in_tiles else "rows" if rows else "tensors"
+    kernels = kernels_of(chip, grouped_matmul.BACKENDS)
+    return tuple(name for name in kernels if scales in grouped_matmul.BACKENDS[name].takes)

@@ -16,6 +16,7 @@ from jaxfp8.plan._backends import (
     check_shape,
     grouped_backends,
     matmul_sizes,
+    rows_wasted,
     tile_rows,
     value_counts,
 )
@@ -159,9 +160,10 @@ def roofline(
         number, (tokens, k, n) = check_groups(groups), check_shape(shape)
         found = grouped_backends(chip.name, kernels.casts, kernels.matmuls, recipe, shape, number)
         names = {part: by[0] for part, by in found._asdict().items()}
-        # (M, K, N) of a group of average size, and with half a tile of padding.
+        # (M, K, N) of a group of average size, and with the rows that are multiplied for nothing.
         plain = -(-tokens // number), k, n
-        rows = plain[0] + tile_rows(tokens, number, recipe.whole_tiles, found) // 2
+        tile = tile_rows(tokens, number, recipe.whole_tiles, found)
+        rows = plain[0] + rows_wasted(tile, found)
         padded = -(-rows // SMALLEST) * SMALLEST, k, n
     peak = PEAKS[chip.name]
     routes: dict[Matmul, Route] = {}

@@ -132,6 +132,16 @@ def test_a_grid_that_is_data():
     assert found.matmuls == 20
 
 
+def test_a_part_that_data_decides_runs_as_often_as_the_caller_says():
+    text = changed(("pnand %p6_p2, %p7_p3", "pmov %p99_p3"))
+    found = bundles.runs_of(text, parts=(7,))
+    assert found.bundles == (OUTSIDE + 48 * ALWAYS + 7 * WORK,) * 2
+    assert found.matmuls == 14
+    # It is the only one, so two numbers have no effect. Nor has one if indices decide the part.
+    assert bundles.runs_of(text, parts=(7, 7)) == bundles.runs_of(text)
+    assert bundles.runs_of(PIPELINE, parts=(7,)) == bundles.runs_of(PIPELINE)
+
+
 def test_a_loop_in_a_loop():
     inner = """\
   0x30   : > { %s30_s1 = smov 0 }

@@ -1,5 +1,7 @@
 """What `fp8.plan.roofline` and the choice of backends know of grouped matmuls."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -84,18 +86,23 @@ def test_backends_by_name_and_by_chip():
     assert grouped_backends("b200", None, None, fp8.recipes.mxfp8(), SHAPE, 8).fprop[0] == "cudnn"
 
 
-def test_ragged_dot_multiplies_experts_on_a_tpu_7x():
-    """It takes no scales of tiles, and no other TPU multiplies E4M3."""
+def test_kernels_multiply_experts_on_a_tpu_7x():
+    """They take no scales of tiles, and no other TPU multiplies E4M3."""
     recipes = fp8.recipes
     kernel, loop = ("ragged_dot", "xla"), ("xla",)
+    in_place = ("mosaic_tpu", *kernel)
     found = {
         chip: grouped_backends(chip, None, None, recipes.current(), SHAPE, 8)[:3]
         for chip in ("tpu7x", "v6e", "v5p", "v5e")
     }
-    assert found.pop("tpu7x") == (kernel,) * 3
+    assert found.pop("tpu7x") == (in_place,) * 3
     assert set(found.values()) == {(loop,) * 3}
     high = recipes.rowwise(high_precision_wgrad=True)
+    # What reads rows where they are multiplies all three or none.
+    mixed = dataclasses.replace(recipes.current(), wgrad=recipes.rowwise().wgrad)
     for recipe, wanted in (
+        (recipes.delayed(), (in_place,) * 3),
+        (mixed, (kernel,) * 3),
         (recipes.rowwise(), (kernel,) * 3),
         (high, (kernel, kernel, loop)),
         (recipes.blockwise(), (loop,) * 3),
@@ -110,8 +117,8 @@ def test_the_roofline_of_experts_on_a_tpu_7x():
     m, k, n = SHAPE
     by_kernel = estimate(8, fp8.recipes.current(), chip="tpu7x")
     by_loop = estimate(8, fp8.recipes.current(), chip="tpu7x", matmuls="xla")
-    assert [by_kernel.wgrad.how[:4], by_loop.wgrad.how[-9:]] == ["FP8,", "in a loop"]
-    assert by_kernel.fprop.recipe.flops == 2 * (m + 8 * 128) * k * n  # half a tile a group
+    assert [by_kernel.wgrad.how, by_loop.wgrad.how[-9:]] == ["FP8", "in a loop"]
+    assert by_kernel.fprop.recipe.flops == 2 * (m + 8 * 256) * k * n  # a block a group
     assert by_kernel.speedup > by_loop.speedup
 
 

@@ -1,7 +1,8 @@
-"""Experts on TPUs: XLA's kernel of `jax.lax.ragged_dot` multiplies FP8 on a TPU 7x, or a loop does.
+"""Experts on TPUs: kernels multiply FP8 on a TPU 7x, or a loop does.
 
-XLA prints the kernel as a `tpu_custom_call`, whose operands have the dtypes that its matrix unit
-reads. It prints no `estimated_cycles` for it, as for no custom call.
+One kernel is in Pallas, for scales of tensors. The other is XLA's own for `jax.lax.ragged_dot`, for
+scales of rows. XLA prints both as a `tpu_custom_call`, whose operands have the dtypes that the
+matrix unit reads. It prints no `estimated_cycles` for them, as for no custom call.
 """
 
 import functools
@@ -31,14 +32,15 @@ def kernels_for(gradients):
 
 
 def kernels_of(text):
-    """(scope, dtypes of both operands) of each call of XLA's kernel."""
+    """(scope, dtypes of both operands) of each call of a kernel."""
     found = []
     for line in text.splitlines():
-        if " custom-call(" not in line or "ragged-dot-none" not in line.partition("=")[0]:
+        named = re.search(r"ragged-dot-none|grouped_(rows|sums)", line.partition("=")[0])
+        if " custom-call(" not in line or not named:
             continue
         types = line.partition("operand_layout_constraints=")[2].partition(", metadata=")[0]
         scope = re.search(r'op_name="[^"]*?(jaxfp8\.\w+)', line)
-        found.append((scope and scope[1], tuple(re.findall(r"(f\d\w*|bf16)\[", types))))
+        found.append((scope and scope[1], tuple(re.findall(r"(f8\w*|bf16)\[", types))))
     return sorted(found)
 
 
@@ -58,6 +60,92 @@ def test_all_matmuls_of_a_step_are_in_fp8():
 
     shapes = array(T, K), array(E, K, N), array(E, dtype=jnp.int32)
     fp8.programs.assert_fp8_gemms(compile_for("tpu7x", step, *shapes), 2)  # dgrad and wgrad
+
+
+RAGGED = "ragged-dot-none"
+
+
+def step_of(recipe):
+    def step(x, w, g, sizes):
+        how = {"recipe": recipe, "kernels": fp8.Kernels("tpu7x")}
+        y, backward = jax.vjp(lambda x, w: fp8.ragged_dot(x, w, sizes, **how), x, w)
+        return y, backward(g)
+
+    return step
+
+
+def arguments(tokens, k, n, experts):
+    return (array(tokens, k), array(experts, k, n), array(tokens, n),
+            array(experts, dtype=jnp.int32))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (4096, 7168, 2048, 8),
+        (2048, 4096, 14336, 4),
+        (300, 200, 72, 3),
+        pytest.param((8, 128, 128, 4), marks=pytest.mark.slow),
+        pytest.param((65536, 2048, 768, 128), marks=pytest.mark.slow),
+        pytest.param((2048, 32768, 4096, 2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_rows_are_read_where_they_are(shape):
+    """Blocks fit into VMEM, and no row is gathered, scattered or copied."""
+    compiled = compile_for("tpu7x", step_of(fp8.recipes.current()), *arguments(*shape))
+    text = compiled.as_text()
+    assert kernels_of(text) == kernels_for(E5M2)
+    assert RAGGED not in text
+    fp8.programs.assert_fp8_gemms(compiled, 3)
+    tokens, *features, _ = shape
+    if any(size % 128 for size in features):
+        return  # they are padded
+    assert not re.search(rf"\[{tokens},\S* (gather|scatter|copy|transpose)\(", text)
+
+
+def test_features_that_do_not_fit_into_vmem_are_for_ragged_dot():
+    text = compile_for(
+        "tpu7x", step_of(fp8.recipes.current()), *arguments(512, 128, 131072, 2)
+    ).as_text()
+    assert RAGGED in text
+    assert kernels_of(text) == kernels_for(E5M2)
+
+
+@pytest.mark.parametrize("states", [1, E])
+def test_a_cast_and_its_amax_are_one_fusion(states):
+    """A settled step of `delayed()` reads each tensor once, and moves no row."""
+    recipe = fp8.recipes.delayed()
+
+    def init(index):
+        return fp8.init_state(recipe)
+
+    state = jax.eval_shape(lambda: init(0) if states == 1 else jax.vmap(init)(jnp.arange(states)))
+
+    def step(x, w, g, sizes, state):
+        def loss(arrays, state):
+            how = {"recipe": recipe, "state": state, "kernels": fp8.Kernels("tpu7x")}
+            y = fp8.ragged_dot(*arrays, sizes, **how)
+            return jnp.vdot(y, g), y
+
+        return fp8.value_and_grad(loss, has_aux=True)((x, w), state)
+
+    compiled = compile_for("tpu7x", step, *arguments(4096, 1024, 512, E), fp8.settle(state))
+    fp8.programs.assert_fp8_gemms(compiled, 3)
+    report = fp8.programs.tpu_cycles(compiled)
+    assert not report.only("amax").rows
+    assert len(report.only("cast").rows) == 3
+    assert not [row for row in report.unknown if row.kind in ("sparsecore", "loop")]
+
+
+def test_no_rows():
+    compile_for("tpu7x", step_of(fp8.recipes.current()), *arguments(0, K, N, E))
+
+
+def test_with_64_bits():
+    with jax.enable_x64(True):
+        compiled = compile_for("tpu7x", step_of(fp8.recipes.current()), *arguments(T, K, N, E))
+    fp8.programs.assert_fp8_gemms(compiled, 3)
 
 
 def test_scales_of_tiles_are_multiplied_in_a_loop():

@@ -7,6 +7,7 @@ under `jax.vmap`.
 The grouped matmul by its definition and the one for XLA are here, too.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -144,6 +145,8 @@ def _grouped_by_xla(
     lhs: QuantizedTensor, rhs: QuantizedTensor, groups: Groups, call: MatmulCall, *, backend: str
 ) -> Array:
     """See `multiply`. `backend` is the scaled matmul that multiplies a tile, "xla" or "cudnn"."""
+    if groups.tile == 1:
+        lhs, rhs, groups = _in_larger_tiles(lhs, rhs, groups, call)
     multiply = functools.partial(scaled_matmul.multiply, attempts=(backend,))
     rows, columns = call.geometry.out_shape(lhs.shape[1:], rhs.shape[1:])
     if call.sums_rows:
@@ -152,6 +155,29 @@ def _grouped_by_xla(
     product = functools.partial(multiply, call=call)
     return rows_product(product, lhs, rhs, groups, columns, call.out_dtype)
 
+
+def _in_larger_tiles(
+    lhs: QuantizedTensor, rhs: QuantizedTensor, groups: Groups, call: MatmulCall
+) -> tuple[QuantizedTensor, QuantizedTensor, Groups]:
+    """The same operands, where each row was a tile. A loop would take a step for each row."""
+    larger = Groups.of(groups.tiles, tokens=groups.tokens, tile=_ROWS_OF_A_STEP)
+    row = jnp.where(larger.row < groups.tokens, larger.row, 0)
+    first = jnp.minimum(larger.first_row, groups.tokens - 1)
+
+    def tiled(stack: QuantizedTensor) -> QuantizedTensor:
+        if not stack.granularity.in_one:
+            raise NotImplementedError(
+                f"A row is a tile here, so scales of {stack.granularity!r} are those of one row. "
+                "Use a recipe with scales of tensors, such as current()."
+            )
+        live = (larger.row < groups.tokens)[..., None]
+        values = jnp.where(live, stack.values[:, 0][row], jnp.zeros((), stack.values.dtype))
+        return dataclasses.replace(stack, values=values, scale=stack.scale[first])
+
+    return tiled(lhs), tiled(rhs) if call.sums_rows else rhs, larger
+
+
+_ROWS_OF_A_STEP = 128
 
 # The backends, and the entry.
 
@@ -176,6 +202,18 @@ BACKENDS: dict[str, Backend] = {
         families=("Hopper",),
         rows=128,
     ),
+    "mosaic_tpu": Backend(
+        "jaxfp8.kernels.grouped_matmul._mosaic_tpu",
+        "grouped_matmul",
+        needs="Pallas Mosaic TPU",
+        platform="tpu",
+        elsewhere=_elsewhere,
+        families=("Ironwood",),
+        route=Route.FP8,
+        takes=("tensors",),
+        in_place=True,
+        rows=256,
+    ),
     "ragged_dot": Backend(
         "jaxfp8.kernels.grouped_matmul._ragged_dot",
         "grouped_matmul",
@@ -183,7 +221,7 @@ BACKENDS: dict[str, Backend] = {
         elsewhere=_elsewhere,
         families=("Ironwood",),
         route=Route.FP8_ROWS,
-        tiles=False,
+        takes=("tensors", "rows"),
         rows=256,
     ),
     "reference": Backend(function=_grouped_by_definition),

@@ -8,6 +8,8 @@ copy of the array, [R, P, K], whose missing rows are 0.
 The number of tiles R depends on T, on P and on the number of groups alone. So a program is compiled
 once for all sizes. Tiles that no group needs are left unused, at the end.
 
+A tile may have one row (P = 1). Then the tiles are the rows of the array, where they are.
+
 Letters: T rows (tokens), E groups (experts), P rows of a tile, R tiles; K N the axes of matrices.
 """
 
@@ -101,6 +103,8 @@ class Groups:
     @property
     def place(self) -> Array:
         """i32[T], which row of all tiles [R * P] a row of the array is; R * P in the tail."""
+        if self.tile == 1:
+            return self.row[:, 0]
         row = jnp.arange(self.tokens, dtype=jnp.int32)[:, None]
         begun = self.first_row[None, :] <= row  # the tiles until that of the row
         tile = jnp.sum(begun, axis=1, dtype=jnp.int32) - 1
@@ -112,10 +116,16 @@ class Groups:
 
     def tiled(self, x: Array) -> Array:
         """x [T, K] in tiles, [R, P, K]. Rows that no group has are 0, whatever x holds there."""
+        if self.tile == 1:
+            live = self.live_rows.reshape(-1, 1, *[1] * (x.ndim - 1)) > 0
+            return jnp.where(live, x[:, None], jnp.zeros((), x.dtype))
         return x.at[self.row].get(mode="fill", fill_value=0)
 
     def largest(self, of_tiles: Array) -> Array:
         """The maximum of each group, [E, ...], of numbers [R, ...] that are not negative."""
+        if of_tiles.ndim == 1:  # a comparison is faster than the scatter of `segment_max`
+            own = self.group[None, :] == jnp.arange(self.experts, dtype=jnp.int32)[:, None]
+            return jnp.max(jnp.where(own, of_tiles[None, :], 0.0), axis=1, initial=0.0)
         found = jax.ops.segment_max(
             of_tiles, self.group, self.experts, indices_are_sorted=True, mode="drop"
         )

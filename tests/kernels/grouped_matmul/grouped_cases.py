@@ -41,7 +41,8 @@ def quantized(stack, quantizer, kept):
 
 def shared_by_group(stack, groups, kept):
     """Tiles of one group with one scale for all of its rows, as `ragged_dot` makes them."""
-    if stack.granularity.in_tiles or kept == (0,):
+    shared = groups.tile == 1 and stack.granularity.in_one
+    if stack.granularity.in_tiles or (kept == (0,) and not shared):
         return stack
     of_groups = groups.largest(stack.scale)
     scale = groups.of_tiles(of_groups)

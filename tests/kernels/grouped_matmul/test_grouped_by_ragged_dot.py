@@ -91,7 +91,19 @@ def test_tiles_are_left_to_the_loop():
 
 @pytest.mark.parametrize("name", ["delayed", "rowwise"])
 def test_all_three_matmuls_of_a_step(name, monkeypatch, as_on_tpus):
-    """`fp8.ragged_dot` with it equals the loop, and no matmul is left to the loop."""
+    """`fp8.ragged_dot` with it equals the loop, and no matmul is left to the loop.
+
+    It also multiplies what the kernel in Pallas refuses, whose operands have rows for tiles.
+    """
+
+    def refuse(*_, **__):
+        raise NotImplementedError
+
+    monkeypatch.setitem(
+        _api.BACKENDS,
+        "mosaic_tpu",
+        dataclasses.replace(_api.BACKENDS["mosaic_tpu"], function=refuse, elsewhere=None),
+    )
     row = dataclasses.replace(_api.BACKENDS["ragged_dot"], platform="any", elsewhere=None)
     monkeypatch.setitem(_api.BACKENDS, "ragged_dot", row)
     recipe = getattr(fp8.recipes, name)()
