@@ -103,6 +103,9 @@ class Block(nn.Module):
     heads: int = 32
     kv_heads: int = 8
     hidden: int = 14336
+    attend: Callable[..., jax.Array] = functools.partial(
+        jax.nn.dot_product_attention, is_causal=True
+    )
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -120,7 +123,7 @@ class Block(nn.Module):
         k = split(dense(self.kv_heads * size, "k")(h), self.kv_heads)
         v = split(dense(self.kv_heads * size, "v")(h), self.kv_heads)
         with jax.named_scope(ATTENTION):
-            y = jax.nn.dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+            y = self.attend(rotated(q), rotated(k), v)
         y = checkpoint_name(y.reshape(x.shape), "input")
         x = x + dense(features, "o")(y)
         h = checkpoint_name(norm(name="norm_mlp")(x), "input")

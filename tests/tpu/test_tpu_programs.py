@@ -1,10 +1,12 @@
 """`assert_fp8_gemms` and the memory of a program, on programs that the compiler of TPUs wrote."""
 
+import functools
 import re
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from tpu_targets import TOPOLOGIES, array, compile_for, topology
 
@@ -114,3 +116,38 @@ def test_memory_report():
     )
     rows = {row.kind: row for row in fp8.memory_report(step, w, x).rows}
     assert rows["weights"].fp8 == rows["gradients"].fp8 == 2 * 512 * 2048
+
+
+def test_an_optimizer_reads_weights_as_they_are():
+    # XLA would compute transposed gradients, and transpose weights and moments for AdamW.
+    recipe, tx = fp8.recipes.delayed(), optax.adamw(1e-4)
+    d, f = 512, 1024
+
+    @functools.partial(jax.checkpoint, policy=fp8.save_fp8_residuals())
+    def block(x, w, state):
+        dot = functools.partial(fp8.dot, recipe=recipe)
+        normed = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True))
+        hidden = jax.nn.silu(dot(normed, w["gate"], state=state["gate"]))
+        hidden *= dot(normed, w["up"], state=state["up"])
+        return x + dot(hidden, w["down"], state=state["down"])
+
+    def loss(params, states, x):
+        for each in zip(params, states, strict=True):
+            x = block(x, *each)
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    def step(params, moments, states, x):
+        _, grads, states = fp8.value_and_grad(loss)(params, states, x)
+        updates, moments = tx.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments, states
+
+    shapes = {"gate": (d, f), "up": (d, f), "down": (f, d)}
+    params = [{name: array(*shape) for name, shape in shapes.items()}] * 3
+    state = fp8.settle(jax.eval_shape(lambda: fp8.init_state(recipe)))
+    states = [dict.fromkeys(shapes, state)] * 3
+    moments = jax.eval_shape(tx.init, params)
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+        text = compile_for("tpu7x", step, params, moments, states, array(1024, d)).as_text()
+    transposed = rf"= bf16\[(?:{d},{f}|{f},{d})\]\{{0,1:\S+ "
+    assert re.search(rf"= bf16\[{d},{f}\]\{{1,0:\S+ parameter", text)
+    assert not re.findall(rf"{transposed}(?:copy|fusion)\(", text)
