@@ -68,7 +68,9 @@ def amax(x: Array, granularity: AbstractGranularity) -> Array:
         wide = lax.select(wide == wide, wide, constant_like(wide, np.inf))
         return granularity.maximum(jnp.abs(wide))
 
-    return lax.platform_dependent(x, cpu=of_bits, tpu=of_wide_floats, default=of_floats)
+    # A cast of tiles is a kernel of its own.
+    tpu = of_floats if granularity.in_tiles else of_wide_floats
+    return lax.platform_dependent(x, cpu=of_bits, tpu=tpu, default=of_floats)
 
 
 # The amaxes of several granularities of one array.
