@@ -376,7 +376,7 @@ def _cotangent(result: Array, axes: Axes, aval: Any) -> Array:
 def _laid_out_as_weights(dw: Array) -> Array:
     """The gradient of a weight, row-major in memory on a TPU, as weights are."""
     # XLA for TPUs may compute a transposed gradient. It then transposes the weight and its moments
-    # for the optimizer, and once more after it. That is a third of the time of unrolled blocks.
+    # for the optimizer, and once more after it, in unrolled blocks.
 
     def row_major(dw: Array) -> Array:
         return with_layout_constraint(dw, Layout(tuple(range(dw.ndim))))
