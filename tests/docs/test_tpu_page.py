@@ -96,12 +96,32 @@ def test_maxtext():
 
 def test_cycles():
     rows = {
-        row["contender"]: row
+        (row["case"], row["vmem_kib"], row["contender"]): row
         for row in rows_of("results/tpu.json")
-        if (row.get("case", "layer"), row["chip"]) == ("layer", "tpu7x")
+        if row["chip"] == "tpu7x"
     }
-    qwix = rows["bfloat16"]["cycles"] / rows["qwix"]["cycles"]
-    assert f"| qwix 0.1.8 | {qwix:.2f} | | | | |\n" in PAGE
-    mxfp8, blockwise = (rows[each]["temporary_bytes"] / 2**30 for each in ("mxfp8", "blockwise"))
-    words = f"`mxfp8()` needs {mxfp8:.1f} GiB of temporary memory in the layer of the second table,"
-    assert f"{words} and `blockwise()` {blockwise:.1f} GiB." in " ".join(PAGE.split())
+    names = {"flax": "flax `Fp8DirectDotGeneralOp`", "qwix": "qwix 0.1.8"}
+    for contender in ("delayed", "current", "rowwise", "flax", "qwix"):
+        ratios = [
+            rows["layer", vmem, "bfloat16"][clock] / rows["layer", vmem, contender][clock]
+            for vmem in ("default", "49152")
+            for clock in ("cycles", "second")
+        ]
+        cells = [names.get(contender, f"`{contender}()`"), *(f"{each:.2f}" for each in ratios)]
+        assert f"| {' | '.join(cells)} |\n" in PAGE
+    gains = [
+        rows["layer", "default", each]["cycles"] / rows["layer", "49152", each]["cycles"]
+        for each in ("bfloat16", "delayed")
+    ]
+    words = " ".join(PAGE.split())
+    assert "bfloat16 gains {:.2f} in this layer, and `delayed()` {:.2f}".format(*gains) in words
+    for experts in ("experts-4096", "experts-512"):
+        bf16 = rows[experts, "default", "bfloat16"]["second"]
+        for name in ("delayed", "current", "rowwise"):
+            ratio = bf16 / rows[experts, "default", name]["second"]
+            assert f"| {experts.removeprefix('experts-')} | `{name}()` | {ratio:.2f} |\n" in PAGE
+    mxfp8, blockwise = (
+        rows["layer", "default", each]["temporary_bytes"] / 2**30 for each in ("mxfp8", "blockwise")
+    )
+    memory = f"`mxfp8()` needs {mxfp8:.1f} GiB of temporary memory in the layer of the second table"
+    assert f"{memory}, and `blockwise()` {blockwise:.1f} GiB." in words
