@@ -58,7 +58,7 @@ def test_near_to_the_compiler_s_estimate(name):
 
 def test_tpus_without_fp8_matmuls_widen_operands():
     m, k, n = SHAPE
-    # An amax and a cast read 2 bytes each, and the cast writes 1. With delayed scaling they are one.
+    # An amax and a cast read 2 bytes each, and the cast writes 1. Delayed scaling has one read.
     for recipe, bytes_a_value in ((fp8.recipes.current(), 5), (fp8.recipes.delayed(), 3)):
         estimate = fp8.plan.roofline(SHAPE, recipe=recipe, kernels=fp8.Kernels("v6e"))
         assert estimate.fprop.how == "bf16, operands widened in the matmul"
