@@ -109,6 +109,17 @@ def test_cycles():
         ]
         cells = [names.get(contender, f"`{contender}()`"), *(f"{each:.2f}" for each in ratios)]
         assert f"| {' | '.join(cells)} |\n" in PAGE
+    for contender in ("delayed", "current", "rowwise", "flax", "qwix"):
+        cells = [names.get(contender, f"`{contender}()`")]
+        for case in ("block", "block-inputs"):
+            if (case, "default", contender) not in rows:
+                cells += ["–", "–"]
+                continue
+            bf16, own = (rows[case, "default", each] for each in ("bfloat16", contender))
+            cycles = [each["cycles"] - each["kinds"]["attention"] for each in (bf16, own)]
+            memory = own["temporary_bytes"] / bf16["temporary_bytes"]
+            cells += [f"{cycles[0] / cycles[1]:.2f}", f"{memory:.2f}"]
+        assert f"| {' | '.join(cells)} |\n" in PAGE
     gains = [
         rows["layer", "default", each]["cycles"] / rows["layer", "49152", each]["cycles"]
         for each in ("bfloat16", "delayed")
