@@ -378,6 +378,9 @@ def _laid_out_as_weights(dw: Array) -> Array:
     # XLA for TPUs may compute a transposed gradient. It then transposes the weight and its moments
     # for the optimizer, and once more after it, in unrolled blocks.
 
+    if dw.dtype.itemsize > 4:  # XLA for TPUs rewrites 64-bit types, and cannot in a constraint
+        return dw
+
     def row_major(dw: Array) -> Array:
         return with_layout_constraint(dw, Layout(tuple(range(dw.ndim))))
 

@@ -73,8 +73,15 @@ def _writes_fp8(program: Program, each: Instruction, computation: Computation) -
 
 def _root_is_fp8(program: Program, name: str) -> bool:
     fused = program.computations.get(name, {})
+    found: dict[tuple[str, bool], bool] = {}  # many paths lead to one operand
 
     def is_made(each: Instruction, as_fp8: bool) -> bool:
+        key = each.name, as_fp8
+        if key not in found:
+            found[key] = makes(each, as_fp8)
+        return found[key]
+
+    def makes(each: Instruction, as_fp8: bool) -> bool:
         """Whether bytes are FP8 values that were wider. `as_fp8`: somebody takes them for FP8."""
         sources = [fused[operand] for operand in each.operands if operand in fused]
         if each.opcode == "tuple":

@@ -127,10 +127,14 @@ def test_cycles():
     words = " ".join(PAGE.split())
     assert "bfloat16 gains {:.2f} in this layer, and `delayed()` {:.2f}".format(*gains) in words
     for experts in ("experts-4096", "experts-512"):
-        bf16 = rows[experts, "default", "bfloat16"]["second"]
         for name in ("delayed", "current", "rowwise"):
-            ratio = bf16 / rows[experts, "default", name]["second"]
-            assert f"| {experts.removeprefix('experts-')} | `{name}()` | {ratio:.2f} |\n" in PAGE
+            bf16, own = (rows[experts, "default", each] for each in ("bfloat16", name))
+            ratios = " | ".join(f"{bf16[clock] / own[clock]:.2f}" for clock in ("second", "both"))
+            assert f"| {experts.removeprefix('experts-')} | `{name}()` | {ratios} |\n" in PAGE
+    memory = [
+        rows["experts-4096", "default", n]["temporary_bytes"] for n in ("bfloat16", "delayed")
+    ]
+    assert f"is {memory[1] / memory[0]:.1f} times that of bfloat16 with `delayed()`" in words
     mxfp8, blockwise = (
         rows["layer", "default", each]["temporary_bytes"] / 2**30 for each in ("mxfp8", "blockwise")
     )

@@ -50,6 +50,16 @@ def test_a_block_of_llama():
     assert f"are estimated to be {bf16 / in_fp8:.2f} times" in " ".join(PAGE.split())
 
 
+def test_experts():
+    kernels, recipe = fp8.Kernels("tpu7x"), fp8.recipes.delayed()
+    said = [
+        fp8.plan.roofline((16 * tokens, 4096, 2048), recipe=recipe, kernels=kernels, groups=16)
+        for tokens in (4096, 512)
+    ]
+    words = "`fp8.plan.roofline` estimates less, {:.2f} and {:.2f} for `delayed()`"
+    assert words.format(*(each.speedup for each in said)) in " ".join(PAGE.split())
+
+
 @pytest.mark.parametrize("name", ["delayed", "current", "rowwise", "blockwise", "mxfp8"])
 def test_near_to_the_compiler_s_estimate(name):
     by_compiler = COMPILER["bfloat16"] / COMPILER[name]

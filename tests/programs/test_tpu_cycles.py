@@ -345,3 +345,22 @@ def test_not_a_program_for_a_tpu():
         tpu_cycles("")
     with pytest.raises(ValueError, match="calls a computation body that it does not hold"):
         tpu_cycles(ONCE.replace("%body (", "%other ("))
+
+
+def test_many_paths_to_one_operand():
+    """Without memory a reader of 40 steps, each of which reads its operand twice, would not end."""
+    u8 = "u8[512]{0:T(512)}"
+    body = [f"  %v0 = {u8} parameter(0)"]
+    for i in range(40):
+        root = "ROOT " if i == 39 else ""
+        body += [
+            f"  %a{i} = {u8} multiply(%v{i}, %v{i})",
+            f"  {root}%v{i + 1} = {u8} add(%a{i}, %v{i})",
+        ]
+    estimate = 'backend_config={"estimated_cycles":"5"}'
+    lines = [
+        "%f (v0: u8[512]) -> u8[512] {", *body, "}",
+        "ENTRY %main (x: u8[512]) -> u8[512] {", f"  %x = {u8} parameter(0)",
+        f"  ROOT %y = {u8} fusion(%x), kind=kLoop, calls=%f, {estimate}", "}",
+    ]  # fmt: skip
+    assert tpu_cycles("\n".join(lines)).by_kind["rest"] == 5

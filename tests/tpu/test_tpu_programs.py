@@ -6,6 +6,7 @@ import re
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from tpu_targets import TOPOLOGIES, array, compile_for, topology
@@ -151,3 +152,23 @@ def test_an_optimizer_reads_weights_as_they_are():
     transposed = rf"= bf16\[(?:{d},{f}|{f},{d})\]\{{0,1:\S+ "
     assert re.search(rf"= bf16\[{d},{f}\]\{{1,0:\S+ parameter", text)
     assert not re.findall(rf"{transposed}(?:copy|fusion)\(", text)
+
+
+def gradient_of_weight(x, w):
+    return jax.grad(lambda w: jnp.sum(fp8.dot(x, w, recipe=fp8.recipes.current())))(w)
+
+
+def test_weights_of_64_bits_have_gradients():
+    with jax.enable_x64(True):
+        operands = array(64, 32, dtype=jnp.float64), array(32, 16, dtype=jnp.float64)
+        compile_for("tpu7x", gradient_of_weight, *operands)
+
+
+def test_a_backward_pass_is_exported():
+    """With the argument that docs/limits.md names, because of the constraint on its layout."""
+    check = jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")
+    exported = jax.export.export(
+        jax.jit(gradient_of_weight), platforms=["cpu", "tpu"], disabled_checks=[check]
+    )(array(8, 16), array(16, 32))
+    x, w = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 32), jnp.bfloat16)
+    np.testing.assert_array_equal(exported.call(x, w), gradient_of_weight(x, w))
