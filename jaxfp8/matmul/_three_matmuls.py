@@ -377,7 +377,6 @@ def _laid_out_as_weights(dw: Array) -> Array:
     """The gradient of a weight, row-major in memory on a TPU, as weights are."""
     # XLA for TPUs may compute a transposed gradient. It then transposes the weight and its moments
     # for the optimizer, and once more after it, in unrolled blocks.
-
     if dw.dtype.itemsize > 4:  # XLA for TPUs rewrites 64-bit types, and cannot in a constraint
         return dw
 

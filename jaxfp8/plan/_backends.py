@@ -205,9 +205,7 @@ def rows_wasted(tile: int, backends: Backends) -> int:
     It is half a tile. If rows are read where they are, the blocks at both ends of a group hold rows
     of others.
     """
-    if tile > 1:
-        return tile // 2
-    return max(grouped_matmul.BACKENDS[name].rows for name in backends.fprop[:1])
+    return tile // 2 if tile > 1 else grouped_matmul.BACKENDS[backends.fprop[0]].rows
 
 
 @functools.lru_cache(maxsize=4096)

@@ -76,8 +76,9 @@ class Kernels:
       matmuls by cuBLASLt, which XLA calls with `compiler_options`.
     - TPUs: casts and matmuls by XLA. Only "tpu7x" multiplies FP8, with scales of tensors and of
       rows. Others gain memory and bytes on the wire ("TPUs" in docs/).
-    - Experts (`fp8.ragged_dot`): on Hopper a grouped matmul in Pallas. On "tpu7x" XLA's own, for
-      scales of tensors and of rows. Else a loop over tiles of rows, with matmuls as above.
+    - Experts (`fp8.ragged_dot`): on Hopper a grouped matmul in Pallas. On "tpu7x" one in Pallas for
+      scales of tensors, and XLA's own for those of rows. Else a loop over tiles of rows, with
+      matmuls as above.
 
     An estimate uses the shape on one device. In an Auto mesh it uses the global shape, because the
     traced program has no other. `fp8.plan.autotune` times the matmuls of a step on your GPU.

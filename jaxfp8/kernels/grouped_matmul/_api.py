@@ -156,6 +156,9 @@ def _grouped_by_xla(
     return rows_product(product, lhs, rhs, groups, columns, call.out_dtype)
 
 
+_ROWS_OF_A_STEP = 128
+
+
 def _in_larger_tiles(
     lhs: QuantizedTensor, rhs: QuantizedTensor, groups: Groups, call: MatmulCall
 ) -> tuple[QuantizedTensor, QuantizedTensor, Groups]:
@@ -176,8 +179,6 @@ def _in_larger_tiles(
 
     return tiled(lhs), tiled(rhs) if call.sums_rows else rhs, larger
 
-
-_ROWS_OF_A_STEP = 128
 
 # The backends, and the entry.
 

@@ -15,12 +15,18 @@ Letters: T rows (tokens), E groups (experts), P rows of a tile, R tiles; K N the
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import sequential_vmap
+from jax.sharding import AxisType
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
+from jaxfp8.kernels._on_mesh import mesh_of
+from jaxfp8.sharding._amax import vary_as
 
 
 @functools.partial(
@@ -149,3 +155,36 @@ def _tile_count(tokens: int, experts: int, tile: int) -> int:
     # A group that has rows needs at most one tile more than its full tiles, and that one has a row.
     ragged = min(experts + 1, tokens)
     return (tokens - ragged) // tile + ragged
+
+
+# What the grouped matmuls for TPUs need around them.
+
+
+def on_one_device(
+    multiply: Callable[[QuantizedTensor, QuantizedTensor, Groups], Array],
+    lhs: QuantizedTensor,
+    rhs: QuantizedTensor,
+    groups: Groups,
+) -> Array:
+    """`multiply(lhs, rhs, groups)`, also under `jax.vmap`: one member after the other.
+
+    Raises NotImplementedError for several devices, except inside `jax.shard_map` with all axes
+    manual.
+    """
+    mesh = mesh_of(lhs.values, rhs.values)
+    if mesh.size > 1 and {*mesh.axis_types} != {AxisType.Manual}:
+        raise NotImplementedError(
+            f"The mesh is {mesh}. Rows of a group may be on any of its devices. Call "
+            "fp8.ragged_dot inside jax.shard_map, with all axes of the mesh manual."
+        )
+
+    # JAX has no rule for the `jax.vmap` of such kernels that maps sizes of groups along any axis.
+    @sequential_vmap
+    def product(lhs: QuantizedTensor, rhs: QuantizedTensor, groups: Groups) -> Array:
+        # Operands of a kernel must vary over the same mesh axes.
+        leaves, tree = jax.tree.flatten((lhs, rhs, groups))
+        leaves = [functools.reduce(vary_as, leaves, leaf) for leaf in leaves]
+        return multiply(*jax.tree.unflatten(tree, leaves))
+
+    result: Array = product(lhs, rhs, groups)
+    return result

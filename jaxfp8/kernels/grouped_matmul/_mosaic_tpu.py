@@ -24,17 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AxisType
 
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType
-from jaxfp8.kernels._on_mesh import mesh_of
-from jaxfp8.kernels.grouped_matmul._groups import Groups
+from jaxfp8.kernels.grouped_matmul._groups import Groups, on_one_device
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.sharding._amax import vary_as
 
 _LANES = 128  # columns of blocks are multiples of it
 # A core has 64 MiB of VMEM. The compiler's own buffers need some of it.
@@ -69,23 +65,11 @@ def grouped_matmul(
             f"Rows are in padded tiles of {groups.tile}, for a kernel of another matmul of the "
             "layer. This kernel reads rows where they are."
         )
-    mesh = mesh_of(lhs.values, rhs.values)
-    if mesh.size > 1 and {*mesh.axis_types} != {AxisType.Manual}:
-        raise NotImplementedError(
-            f"The mesh is {mesh}. Rows of a group may be on any of its devices. Call "
-            "fp8.ragged_dot inside jax.shard_map, with all axes of the mesh manual."
-        )
 
-    @sequential_vmap
     def product(lhs: QuantizedTensor, rhs: QuantizedTensor, groups: Groups) -> Array:
-        # Operands of a kernel must vary over the same mesh axes.
-        leaves, tree = jax.tree.flatten((lhs, rhs, groups))
-        leaves = [functools.reduce(vary_as, leaves, leaf) for leaf in leaves]
-        lhs, rhs, groups = jax.tree.unflatten(tree, leaves)
         return _product(lhs, rhs, groups, call, interpret)
 
-    result: Array = product(lhs, rhs, groups)
-    return result
+    return on_one_device(product, lhs, rhs, groups)
 
 
 def _product(

@@ -19,16 +19,12 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import sequential_vmap
-from jax.sharding import AxisType
 
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
-from jaxfp8.kernels._on_mesh import mesh_of
-from jaxfp8.kernels.grouped_matmul._groups import Groups
+from jaxfp8.kernels.grouped_matmul._groups import Groups, on_one_device
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.kernels.scaled_matmul._xla import along_output, scale_product
-from jaxfp8.sharding._amax import vary_as
 
 # [T, K] and [T, N] become [E, K, N]. The rows are contracted, and groups split them.
 _SUM_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
@@ -51,24 +47,8 @@ def grouped_matmul(
             "tiles change along a contracted axis, and jax.lax.ragged_dot multiplies without "
             "scales. Use a recipe with scales of tensors or of rows, such as current()."
         )
-    mesh = mesh_of(lhs.values, rhs.values)
-    if mesh.size > 1 and {*mesh.axis_types} != {AxisType.Manual}:
-        raise NotImplementedError(
-            f"The mesh is {mesh}. Rows of a group may be on any of its devices. Call "
-            "fp8.ragged_dot inside jax.shard_map, with all axes of the mesh manual."
-        )
-
-    # JAX's own rule for `jax.vmap` of `ragged_dot` takes sizes that are mapped along axis 0 only.
-    @sequential_vmap
-    def product(lhs: QuantizedTensor, rhs: QuantizedTensor, groups: Groups) -> Array:
-        # `ragged_dot` needs operands that vary over the same mesh axes.
-        leaves, tree = jax.tree.flatten((lhs, rhs, groups))
-        leaves = [functools.reduce(vary_as, leaves, leaf) for leaf in leaves]
-        lhs, rhs, groups = jax.tree.unflatten(tree, leaves)
-        return (_sum_rows if call.sums_rows else _multiply_rows)(lhs, rhs, groups, call)
-
-    result: Array = product(lhs, rhs, groups)
-    return result
+    multiply = functools.partial(_sum_rows if call.sums_rows else _multiply_rows, call=call)
+    return on_one_device(multiply, lhs, rhs, groups)
 
 
 def _multiply_rows(
