@@ -27,7 +27,6 @@ Needs: libtpu (`pip install "jaxfp8[tpu]" qwix`), no TPU.
 
 import argparse
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
@@ -43,11 +42,13 @@ sys.path.insert(0, str(Path(__file__).parent / "programs"))
 
 import _tpu_cases as cases
 import _tpu_clocks as clocks
+from _results import continued
 
 from jaxfp8.programs import tpu_cycles
 
 CHIPS = ("tpu7x", "v6e", "v5p", "v5e")
 VMEM, DEFAULT = "xla_tpu_scoped_vmem_limit_kib", "default"  # the memory of a kernel in VMEM
+KEY = ("case", "chip", "vmem_kib", "contender")
 KINDS = ("matmul", "cast", "amax", "collective", "rest")
 # Columns of the second clock, see `_tpu_clocks.summary`.
 SECOND = {
@@ -132,7 +133,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def _alike(row: dict[str, Any]) -> tuple[str, ...]:
     """What rows that are compared have in common."""
-    return row["case"], row["chip"], row["vmem_kib"]
+    return tuple(row[name] for name in KEY[:-1])
 
 
 def _cells(
@@ -190,23 +191,21 @@ def main() -> None:
         "versions": {package: importlib.metadata.version(package) for package in packages},
         "unit": "cycles that XLA estimates for one forward and backward pass on one device",
     }
-    rows: list[dict[str, Any]] = []
-    if given.json and given.json.exists():
-        rows = json.loads(given.json.read_text())["rows"]
-    done = {(*_alike(row), row["contender"]) for row in rows}
-    for case in given.cases:
-        chips = given.chips or (CHIPS if case == "layer" else CHIPS[:1])
-        for chip, vmem, contender in itertools.product(chips, given.vmem, given.contenders):
-            wanted = cases.fits(case, chip, contender) and (vmem == DEFAULT or chip == CHIPS[0])
-            if not wanted or (case, chip, vmem, contender) in done:
-                continue
-            both = chip == CHIPS[0] and (given.clocks or case in cases.EXPERTS)
-            arguments = (case, chip, contender, vmem, given.shape)
-            rows.append(by_both_clocks(*arguments) if both else figures(*arguments, None))
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-            if given.json:
-                given.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
-    print(table(rows))
+
+    def row_of(case: str, chip: str, vmem: str, contender: str) -> Any:
+        both = chip == CHIPS[0] and (given.clocks or case in cases.EXPERTS)
+        arguments = (case, chip, contender, vmem, given.shape)
+        return by_both_clocks(*arguments) if both else figures(*arguments, None)
+
+    wanted = [
+        (case, chip, vmem, contender)
+        for case in given.cases
+        for chip in given.chips or (CHIPS if case == "layer" else CHIPS[:1])
+        for vmem in given.vmem
+        for contender in given.contenders
+        if cases.fits(case, chip, contender) and (vmem == DEFAULT or chip == CHIPS[0])
+    ]
+    print(table(continued(given.json, KEY, wanted, row_of, about)))
 
 
 if __name__ == "__main__":

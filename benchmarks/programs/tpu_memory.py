@@ -12,7 +12,6 @@ Needs: libtpu of jax[tpu], no TPU.
 import argparse
 import importlib.metadata
 import itertools
-import json
 import os
 import platform
 import sys
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "tpu"))
 import jax
 import jax.numpy as jnp
 import optax
+from _results import continued
 from jax.ad_checkpoint import checkpoint_name
 from tpu_targets import TOPOLOGIES, topology
 
@@ -130,9 +130,6 @@ def main() -> None:
     parser.add_argument("--chips", nargs="+", choices=TOPOLOGIES, default=list(TOPOLOGIES))
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results")
     given = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    if given.json and given.json.exists():
-        rows = json.loads(given.json.read_text())["rows"]
     about = {
         "command": " ".join(["python benchmarks/programs/tpu_memory.py", *sys.argv[1:]]),
         "blocks": BLOCKS, "shape": [D, F], "tokens": TOKENS,
@@ -141,14 +138,8 @@ def main() -> None:
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         "unit": "bytes of one device",
     }  # fmt: skip
-    for key in itertools.product(given.chips, LOOPS, KEPT, RECIPES):
-        if any(tuple(row[name] for name in KEY) == key for row in rows):
-            continue
-        rows.append(figures(*key))
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-        if given.json:
-            given.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
-    print(table(rows, given.chips))
+    wanted = itertools.product(given.chips, LOOPS, KEPT, RECIPES)
+    print(table(continued(given.json, KEY, wanted, figures, about), given.chips))
 
 
 if __name__ == "__main__":

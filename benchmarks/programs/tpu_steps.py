@@ -19,6 +19,7 @@ Needs: libtpu (`pip install "jaxfp8[tpu]" qwix`), no TPU.
 """
 
 import argparse
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -33,6 +34,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import _tpu_cases as cases
 import _tpu_models as models
+from _results import continued
 
 from jaxfp8.programs import tpu_cycles, wire_report
 
@@ -105,9 +107,6 @@ def main() -> None:
     parser.add_argument("--options", type=json.loads, help="of the compiler, for all contenders")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results")
     given = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    if given.json and given.json.exists():
-        rows = json.loads(given.json.read_text())["rows"]
     about = {
         "command": " ".join(["python benchmarks/programs/tpu_steps.py", *sys.argv[1:]]),
         "models": {name: model._asdict() for name, model in models.MODELS.items()},
@@ -117,14 +116,9 @@ def main() -> None:
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         "unit": "bytes and estimated cycles of one core, seconds of processors",
     }
-    for key in itertools.product(given.models, given.loops, given.kept, given.contenders):
-        if any(tuple(row[name] for name in KEY) == key for row in rows):
-            continue
-        rows.append(figures(*key, options=given.options))
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-        if given.json:
-            given.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
-    print(table(rows))
+    wanted = itertools.product(given.models, given.loops, given.kept, given.contenders)
+    run = functools.partial(figures, options=given.options)
+    print(table(continued(given.json, KEY, wanted, run, about)))
 
 
 if __name__ == "__main__":
