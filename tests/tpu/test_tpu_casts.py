@@ -16,7 +16,7 @@ from hard_tiles import (
     hard_amaxes,
     hard_tiles,
 )
-from tpu_targets import compile_for
+from tpu_targets import array, compile_for
 
 import jaxfp8 as fp8
 from jaxfp8.kernels.cast._api import cast_copies
@@ -68,6 +68,13 @@ def test_every_value(chip):
             np.testing.assert_array_equal(
                 np.asarray(wide, np.float32), expected.view(format.dtype).astype(np.float32)
             )
+
+
+def test_subnormal_numbers_are_compared():
+    """A CPU reads them as zero by itself. So the comparison is looked for in the program."""
+    cast = lambda x, m: saturating_cast(x, m, fp8.E4M3)
+    text = compile_for("tpu7x", cast, array(256, 128), array(dtype=jnp.float32)).as_text()
+    assert f"constant({oracle.TINY:.9g})" in text
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
