@@ -119,14 +119,21 @@ class Copy:
         return dataclasses.replace(self.operand, scale=known[1, self.row])
 
 
+def _as_bytes() -> bool:
+    """Whether FP8 values are saved as bytes: where `jax.checkpoint` could make NaN of them."""
+    # It applies a `lax.reduce_precision` to an array that it saves, if the forward pass reads it,
+    # too. That operation treats E4M3FN as an IEEE format with infinities, so values above 240 would
+    # become NaN. What `_fprop` reads inside its `jax.jit` is safe. Without jit, and with
+    # `jax_remat3`, it is not. Bytes are safe everywhere, but XLA for TPUs copies an array to read
+    # its bytes as FP8: a block of Llama 3 then took 10 % more cycles.
+    return any(getattr(jax.config, name) for name in ("jax_disable_jit", "jax_remat3"))
+
+
 def name_residuals(copies: list[Copy], tensor: Tensor) -> tuple[list[Copy], list[Copy]]:
     """The same copies with the names of residuals, twice: for this pass and the backward pass."""
 
     def one(leaf: Array) -> tuple[Array, Array]:
-        # FP8 values are saved as bytes. If an array is both saved and read in the forward pass,
-        # `jax.checkpoint` applies a `lax.reduce_precision` to it. That operation treats E4M3FN as
-        # an IEEE format with infinities, so values above 240 would become NaN.
-        if not leaf.dtype.name.startswith("float8"):
+        if not (leaf.dtype.name.startswith("float8") and _as_bytes()):
             leaf = _named_copy(leaf, tensor)
             return leaf, leaf
         values = _named_copy(lax.bitcast_convert_type(leaf, jnp.uint8), tensor)

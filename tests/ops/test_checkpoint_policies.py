@@ -1,5 +1,6 @@
 """`save_fp8_residuals`: what is saved, and what the backward pass casts a second time."""
 
+import contextlib
 import functools
 
 import chex
@@ -113,13 +114,15 @@ def test_plain_remat_casts_again(recipe):
 
 
 @functools.cache
-def gradients(recipe, *policy):
+def gradients(recipe, *policy, jit=True):
     """Loss and gradients of two blocks, without jax.checkpoint or with it and a policy."""
     x, w = jnp.arange(-16.0, 16.0).reshape(8, 4) * 28, jnp.arange(-8.0, 8.0).reshape(4, 4) * 56
     block = lambda x, w: jnp.maximum(fp8.dot(x, w, recipe=recipe), 0)
     if policy:
         block = jax.checkpoint(block, policy=policy[0])
-    return jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(block(block(x, w), w)), (0, 1)))(x, w)
+    step = jax.value_and_grad(lambda x, w: jnp.sum(block(block(x, w), w)), (0, 1))
+    with contextlib.nullcontext() if jit else jax.disable_jit():
+        return jax.jit(step)(x, w)
 
 
 JAXS_POLICIES = {
@@ -165,6 +168,14 @@ def test_every_policy_gives_the_gradients_of_none(recipe, policy):
     chex.assert_trees_all_equal(got, want, strict=True)
 
 
+@pytest.mark.parametrize("name", ["fp8", "everything"])
+def test_policies_without_jit(name):
+    """Then jax.checkpoint sees what is read inside of a matmul."""
+    recipe = fp8.recipes.current(power_of_two=True)
+    got = gradients(recipe, JAXS_POLICIES[name], jit=False)
+    chex.assert_trees_all_equal(got, gradients(recipe, jit=False), strict=True)
+
+
 def saved(**options):
     """What is saved for a block whose y nobody needs again, without scalars and arguments."""
     recipe = fp8.recipes.current()
@@ -180,16 +191,19 @@ def saved(**options):
 
 
 def test_what_a_linear_block_keeps():
-    assert saved() == {"uint8[8, 4]"}
-    assert saved(weights=True) == {"uint8[8, 4]", "uint8[4, 4]"}
+    assert saved() == {"float8_e4m3fn[8, 4]"}
+    assert saved(weights=True) == {"float8_e4m3fn[8, 4]", "float8_e4m3fn[4, 4]"}
     assert saved(inputs=False) == set()
 
 
 @pytest.mark.parametrize(
     ("recipe", "values"),
     [
-        *((name, "uint8[128, 128]") for name in ("delayed", "current", "rowwise", "blockwise")),
-        ("mxfp8", "uint8[128, 128]"),
+        *(
+            (name, "float8_e4m3fn[128, 128]")
+            for name in ("delayed", "current", "rowwise", "blockwise")
+        ),
+        ("mxfp8", "float8_e4m3fn[128, 128]"),
         ("rowwise_hp_wgrad", "float32[128, 128]"),
     ],
 )
