@@ -102,12 +102,14 @@ def _converted_on_tpu(x: Array, multiplier: Array, *, format: Format) -> Array:
     x = widen(x)
     magnitude = jnp.abs(x)
     # A magnitude below 2^-126 counts as zero. The product keeps the sign of x.
-    scaled = x * jnp.where(magnitude < TINY, np.float32(0), multiplier)
+    each = constant_like(x, 1.0) * multiplier
+    scaled = x * lax.select(magnitude < TINY, constant_like(x, 0.0), each)
     saturated = lax.clamp(np.float32(-format.max), scaled, np.float32(format.max))
     # inf, or NaN if the multiplier is not finite: no magnitude is less than NaN. (A select would be
     # an array of its own for multipliers of rows, and XLA then makes copies earlier than needed.)
     bound = multiplier * np.float32(0) + np.float32(np.inf)
-    return jnp.where(magnitude < bound, saturated, np.float32(np.nan)).astype(format.dtype)
+    nan = constant_like(x, np.nan)
+    return lax.select(magnitude < bound, saturated, nan).astype(format.dtype)
 
 
 def _built(x: Array, multiplier: Array, *, format: Format, key: Array | None = None) -> Array:
