@@ -136,6 +136,7 @@ class Call:
     precision: Any = None
     fast_accumulation: bool = False  # of fprop only
     out_sharding: Any = None
+    differentiated: bool = False  # in the passes of a gradient
     collected: bool  # amaxes go to the state's probe
     in_gradient_channel: bool = False  # the cotangent of the state is the next state
     settled: bool  # no stored scale is unset

@@ -108,9 +108,12 @@ def _fprop(call: Call, arrays: Arrays) -> _Forward:
         w = _cast_forward(call, "w", call.places.w.stored(arrays.w), arrays)
     else:
         w = _held_operand(call, arrays.held, arrays.quantizers.ledger)
+    operand = x.now["fprop"]
+    if call.differentiated:  # otherwise no scan saves a copy, and `jax.export` takes no constraint
+        operand = _row_major_copy(operand)
     y = _multiply(
         call, arrays.rows, "fprop",
-        call.places.x.gather_operand(x.now["fprop"]),
+        call.places.x.gather_operand(operand),
         call.places.w.gather_operand(w.now["fprop"]),
         call.out_dtype,
         call.out_sharding,
@@ -227,6 +230,7 @@ def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
     _check_differentiated(call, primals)
     given = jax.tree.map(lambda leaf: leaf.value, primals)
     x, w = _once((given.x, given.w))
+    call = dataclasses.replace(call, differentiated=True)
     y, x_saved, w_saved, *scalars = _fprop(call, given._replace(x=x, w=w))
     if isinstance(x_saved, KnownAmaxes):
         x_saved = _Original((x,) if given.parts is None else given.parts, x_saved)
@@ -261,14 +265,16 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     w, of_w = _read(call, "w", w, own, gradient, rows)
     send_stats(call.watched, watched + g.watched + of_x + of_w)
     dgrad, wgrad = _gathered_once(call.places.g, g.now["dgrad"], g.now["wgrad"])
-    x, dgrad, wgrad = _in_turn(rows, x, dgrad, wgrad)
+    x, dgrad, wgrad = map(_row_major_copy, _in_turn(rows, x, dgrad, wgrad))
     dx_axes, dw_axes = call.geometry.dx_axes, call.geometry.dw_axes
     if rows is not None:
         dw_axes = (0, *(1 + axis for axis in dw_axes))  # the groups come first
     dx = _multiply(call, rows, "dgrad", dgrad, w, types.x.dtype, _sharding_of(types.x, dx_axes))
     dw = _multiply(call, rows, "wgrad", x, wgrad, types.w.dtype, _sharding_of(types.w, dw_axes))
     dx = call.places.x.scatter(_cotangent(dx, dx_axes, types.x))
-    dw = _laid_out_as_weights(call.places.w.scatter(_cotangent(dw, dw_axes, types.w)))
+    # XLA for TPUs may compute a transposed gradient. It then transposes the weight and its moments
+    # for the optimizer, and once more after it, in unrolled blocks.
+    dw = _row_major(call.places.w.scatter(_cotangent(dw, dw_axes, types.w)))
     db = None
     if types.bias is not None:
         db = _bias_gradient(gradient, g.column_sums, types.bias, call.geometry)
@@ -373,17 +379,24 @@ def _cotangent(result: Array, axes: Axes, aval: Any) -> Array:
     return result.transpose(inverse_permutation(axes))
 
 
-def _laid_out_as_weights(dw: Array) -> Array:
-    """The gradient of a weight, row-major in memory on a TPU, as weights are."""
-    # XLA for TPUs may compute a transposed gradient. It then transposes the weight and its moments
-    # for the optimizer, and once more after it, in unrolled blocks.
-    if dw.dtype.itemsize > 4:  # XLA for TPUs rewrites 64-bit types, and cannot in a constraint
-        return dw
+def _row_major(array: Array) -> Array:
+    """The same array, row-major in memory on a TPU."""
+    if array.dtype.itemsize > 4:  # XLA for TPUs rewrites 64-bit types, and cannot in a constraint
+        return array
 
-    def row_major(dw: Array) -> Array:
-        return with_layout_constraint(dw, Layout(tuple(range(dw.ndim))))
+    def constrained(array: Array) -> Array:
+        return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
-    return lax.platform_dependent(dw, tpu=row_major, default=lambda dw: dw)
+    return lax.platform_dependent(array, tpu=constrained, default=lambda array: array)
+
+
+def _row_major_copy(operand: Operand) -> Operand:
+    """The same operand. If it is an FP8 copy, its values are row-major in memory on a TPU."""
+    # XLA for TPUs may choose a transposed copy of an activation or a gradient. In a scan it keeps
+    # what it saves row-major, so it would transpose each copy in both passes.
+    if not isinstance(operand, QuantizedTensor):
+        return operand
+    return dataclasses.replace(operand, values=_row_major(operand.values))
 
 
 # The gradient of the bias.

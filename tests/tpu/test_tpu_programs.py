@@ -164,6 +164,11 @@ def test_weights_of_64_bits_have_gradients():
         compile_for("tpu7x", gradient_of_weight, *operands)
 
 
+def test_a_forward_pass_is_exported():
+    forward = jax.jit(lambda x, w: fp8.dot(x, w, recipe=fp8.recipes.current()))
+    jax.export.export(forward, platforms=["tpu"])(array(8, 16), array(16, 32))
+
+
 def test_a_backward_pass_is_exported():
     """With the argument that docs/limits.md names, because of the constraint on its layout."""
     check = jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")
