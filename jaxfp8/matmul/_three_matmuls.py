@@ -266,6 +266,8 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     send_stats(call.watched, watched + g.watched + of_x + of_w)
     dgrad, wgrad = _gathered_once(call.places.g, g.now["dgrad"], g.now["wgrad"])
     x, dgrad, wgrad = map(_row_major_copy, _in_turn(rows, x, dgrad, wgrad))
+    if rows is None:  # XLA would copy the rows of experts for the barrier
+        w, wgrad = _weight_first(w, wgrad)
     dx_axes, dw_axes = call.geometry.dx_axes, call.geometry.dw_axes
     if rows is not None:
         dw_axes = (0, *(1 + axis for axis in dw_axes))  # the groups come first
@@ -325,6 +327,21 @@ def _in_turn(
     if again.granularity.in_one:  # nothing is cast again
         return x, dgrad, wgrad
     return lax.optimization_barrier((x, dgrad, wgrad))
+
+
+def _weight_first(w: Operand, wgrad: Operand) -> tuple[Operand, Operand]:
+    """The copy of w for dgrad, and that of g for wgrad. On a TPU the first is made before wgrad."""
+    # XLA for TPUs fuses an optimizer's step into the matmul of wgrad, in place. If a weight were
+    # cast after that, for instance in a remat of its block, XLA would copy it before the step.
+    if not (isinstance(w, QuantizedTensor) and isinstance(wgrad, QuantizedTensor)):
+        return w, wgrad
+    if manual_axes():  # after a barrier, each would vary over the mesh axes of both
+        return w, wgrad
+    first, then = lax.platform_dependent(
+        w.values, wgrad.values,
+        tpu=lambda *both: lax.optimization_barrier(both), default=lambda *both: both,
+    )  # fmt: skip
+    return dataclasses.replace(w, values=first), dataclasses.replace(wgrad, values=then)
 
 
 def _readable(x: tuple[Array, ...], gradient: Array) -> tuple[Array, ...]:

@@ -177,3 +177,15 @@ def test_a_backward_pass_is_exported():
     )(array(8, 16), array(16, 32))
     x, w = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 32), jnp.bfloat16)
     np.testing.assert_array_equal(exported.call(x, w), gradient_of_weight(x, w))
+
+
+def test_a_weight_is_cast_before_wgrad():
+    """Otherwise XLA may copy the weight: it fuses an optimizer's step into wgrad, in place."""
+
+    def lowered(platform):
+        traced = jax.jit(gradient_of_weight).trace(array(8, 16), array(16, 32))
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    together = r"optimization_barrier .* : tensor<16x32xf8E4M3FN>, tensor<8x32xf8E5M2>"
+    assert re.search(together, lowered("tpu"))
+    assert not re.search(together, lowered("cpu"))
