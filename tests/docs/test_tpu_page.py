@@ -143,3 +143,23 @@ def test_cycles():
     )
     memory = f"`mxfp8()` needs {mxfp8:.1f} GiB of temporary memory."
     assert f"{memory} `blockwise()` needs {blockwise:.1f} GiB." in words
+
+
+def test_steps():
+    rows = {
+        tuple(row[key] for key in ("model", "loop", "kept", "contender")): row
+        for row in rows_of("programs/results/tpu_steps.json")
+    }
+    for way in dict.fromkeys(key[:3] for key in rows):
+        cells = [f"`{way[0]}`", *way[1:]]
+        bf16 = rows[*way, "bfloat16"]
+        for contender in ("delayed", "qwix"):
+            own = rows[*way, contender]
+            seconds = [sum(each["seconds"].values()) for each in (own, bf16)]
+            memory = own["temporaries"] / bf16["temporaries"]
+            cells += [f"{bf16['cycles'] / own['cycles']:.2f}", f"{memory:.2f}"]
+            cells += [f"{seconds[0] / seconds[1]:.1f}"]
+        assert f"| {' | '.join(cells)} |\n" in PAGE
+    wire = [rows["70B", "scan", "inputs", n]["wire"] for n in ("bfloat16", "qwix", "delayed")]
+    sent = "{:.2f} of bfloat16's bytes with `delayed()`, and {:.2f} with qwix"
+    assert sent.format(wire[2] / wire[0], wire[1] / wire[0]) in " ".join(PAGE.split())
