@@ -70,11 +70,12 @@ def attention(mesh: jax.sharding.Mesh) -> Callable[..., jax.Array]:
     )
 
 
-def block_of(model: Model, contender: str, mesh: jax.sharding.Mesh) -> Any:
+def block_of(model: Model, contender: str, mesh: jax.sharding.Mesh, kept: str) -> Any:
     """A flax module. All cores split the weights of FP8 layers, which gather them in FP8."""
     dense = cases.dense_of(contender)
     if contender in cases.RECIPES and mesh.size > 1:
-        dense = functools.partial(dense, w_shard=Shard(0, "fsdp"))
+        shard = Shard(0, "fsdp", reshard_after_forward=kept == "by jax")
+        dense = functools.partial(dense, w_shard=shard)
     sizes = {"heads": model.heads, "kv_heads": model.kv_heads, "hidden": model.hidden}
     module = cases.Block(dense, **sizes, attend=attention(mesh))
     return cases.quantized_by_qwix(module) if contender == "qwix" else module
@@ -84,7 +85,7 @@ def lowering(name: str, loop: str, kept: str, contender: str) -> tuple[Any, tupl
     """A train step as `jax.jit` returns it, and the types of its arguments."""
     model = MODELS[name]
     mesh = mesh_of(model)
-    block, tx = block_of(model, contender, mesh), optax.adamw(1e-4)
+    block, tx = block_of(model, contender, mesh, kept), optax.adamw(1e-4)
     ours = contender in cases.RECIPES
 
     def on(spec: P, leaf: Any) -> Any:

@@ -54,12 +54,16 @@ def figures(*key: str, options: dict[str, Any] | None = None) -> dict[str, Any]:
     report, memory = tpu_cycles(compiled), compiled.memory_analysis()
     outside = [row for row in report.rows if cases.ATTENTION not in row.op_name]
     kinds = {kind: sum(row.total for row in outside if row.kind == kind) for kind in KINDS}
-    unknown = [row for row in report.unknown if cases.ATTENTION not in row.op_name]
+    unknown: dict[str, int] = {}
+    for row in report.unknown:
+        if cases.ATTENTION not in row.op_name and row.kind != "kernel":  # those of attention
+            unknown[row.kind] = unknown.get(row.kind, 0) + row.times
     return {
         **dict(zip(KEY, key, strict=True)),
         "cycles": sum(kinds.values()),
         "kinds": kinds,
-        "unknown": sum(row.times for row in unknown),
+        "unknown": sum(unknown.values()),
+        "unknown_kinds": unknown,
         "arguments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
         "wire": round(sum(each.wire_bytes for each in wire_report(compiled).transfers)),

@@ -79,7 +79,9 @@ def name_amax(x: Array) -> Array:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["operand"], meta_fields=["readers", "row"]
+    jax.tree_util.register_dataclass,
+    data_fields=["operand"],
+    meta_fields=["readers", "row", "is_whole"],
 )
 @dataclasses.dataclass(frozen=True)
 class Copy:
@@ -91,6 +93,7 @@ class Copy:
     # loop over layers would save the scale as one more residual, with a kernel that writes it and
     # one that reads it.
     row: int | None = None
+    is_whole: bool = False  # gathered; else it is a shard, or is not split
 
     @classmethod
     def of(
@@ -110,7 +113,17 @@ class Copy:
         none: Any = None
         return cls(dataclasses.replace(operand, scale=none), readers, planned.row)
 
-    def whole(self, known: Array | None) -> Operand:
+    def gathered(self, operand: Operand) -> "Copy":
+        """The same copy, if the forward pass has gathered it: `operand` is what fprop reads."""
+        # A copy for the backward pass alone is another one. Bytes see `_as_bytes`.
+        if "fprop" not in self.readers or _as_bytes():
+            return self
+        if self.row is not None:
+            none: Any = None
+            operand = dataclasses.replace(operand, scale=none)
+        return dataclasses.replace(self, operand=operand, is_whole=True)
+
+    def with_scale(self, known: Array | None) -> Operand:
         """The copy with its scale, which may be one of `QuantizerArrays.known`."""
         if self.row is None:
             return self.operand

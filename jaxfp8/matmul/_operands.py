@@ -111,10 +111,10 @@ def quantize_operand(
         extras = extras.or_else(more)
     watched: tuple[CastStats, ...] = ()
     if call.watched is not None:
-        whole = [(copy.whole(arrays.known), copy.readers) for copy in copies]
+        scaled = [(copy.with_scale(arrays.known), copy.readers) for copy in copies]
         watched = tuple(
             cast_stats(value, each, tensor, readers)
-            for each, readers in whole
+            for each, readers in scaled
             if isinstance(each, QuantizedTensor)
         )
     # `largest` has the amax of `value`, and comes from the cast kernel: no second read of `value`.
@@ -131,16 +131,16 @@ def quantize_operand(
 def by_reader(
     copies: list[Copy], tensor: Tensor, known: Array | None = None
 ) -> tuple[dict[Matmul, Operand], dict[Matmul, Copy]]:
-    """For each matmul its operand, and the same copy as a residual. `known`: see `Copy.whole`."""
+    """For each matmul its operand, and the same copy as a residual. `known`: as in `with_scale`."""
     saved = copies
     if tensor != "g":
         # The copies are named before any matmul reads them. A rematerialized fprop then starts
         # from a saved copy, if it reads the same one as the backward pass.
         copies, saved = name_residuals(copies, tensor)
     # One operand for all readers of a copy: `_gathered_once` compares identities.
-    whole = [(copy.whole(known), copy.readers) for copy in copies]
+    scaled = [(copy.with_scale(known), copy.readers) for copy in copies]
     return (
-        {matmul: operand for operand, readers in whole for matmul in readers},
+        {matmul: operand for operand, readers in scaled for matmul in readers},
         {matmul: copy for copy in saved for matmul in copy.readers},
     )
 

@@ -111,22 +111,26 @@ def _fprop(call: Call, arrays: Arrays) -> _Forward:
     operand = x.now["fprop"]
     if call.differentiated:  # otherwise no scan saves a copy, and `jax.export` takes no constraint
         operand = _row_major_copy(operand)
-    y = _multiply(
-        call, arrays.rows, "fprop",
-        call.places.x.gather_operand(operand),
-        call.places.w.gather_operand(w.now["fprop"]),
-        call.out_dtype,
-        call.out_sharding,
-    )  # fmt: skip
+    whole_x = call.places.x.gather_operand(operand)
+    whole_w = call.places.w.gather_operand(w.now["fprop"])
+    out = call.out_dtype, call.out_sharding
+    y = _multiply(call, arrays.rows, "fprop", whole_x, whole_w, *out)
     y = call.places.g.scatter(y)
     seen = _rows(call, {**x.seen, **w.seen}, arrays.quantizers.ledger)
     return _Forward(
         y,
-        x.amaxes if "x" in call.save_original else x.saved["wgrad"],
-        w.amaxes if "w" in call.save_original and arrays.held is None else w.saved["dgrad"],
+        _residual(call.places.x, x, "wgrad", whole_x),
+        _residual(call.places.w, w, "dgrad", whole_w),
         seen,
         x.watched + w.watched,
     )
+
+
+def _residual(place: Place, cast: Quantized, reader: Matmul, whole: Operand) -> Copy | KnownAmaxes:
+    """What the backward pass finds of a tensor. `whole` is what fprop read of it."""
+    if reader not in cast.saved:  # it reads the original, see `save_original`
+        return cast.amaxes
+    return cast.saved[reader].gathered(whole) if place.stored_whole else cast.saved[reader]
 
 
 def _cast_forward(call: Call, tensor: Tensor, source: Source, arrays: Arrays) -> Quantized:
@@ -292,8 +296,9 @@ def _read(
     """The whole operand x of wgrad or w of dgrad from its residual, and statistics of its cast."""
     place: Place = getattr(call.places, tensor)
     if isinstance(saved, Copy):
-        # It is a shard, to save memory. So FP8 shards are gathered again for this pass.
-        whole = place.gather_operand(saved.whole(own.known))
+        whole = saved.with_scale(own.known)
+        if not saved.is_whole:  # a shard saves memory, but is gathered again for this pass
+            whole = place.gather_operand(whole)
         if rows is not None and rows.routed == tensor:
             whole = wgrad_operand(rows, call, tensor, whole, own, after=gradient)
         return whole, ()

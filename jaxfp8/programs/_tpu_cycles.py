@@ -140,7 +140,7 @@ def tpu_cycles(compiled: Any) -> CyclesReport:
     Each instruction has a kind, which is the first that fits:
 
     - "matmul": a fusion with a matmul, or a convolution.
-    - "collective": a transfer between devices.
+    - "collective": a transfer between devices. Most have no estimate, so `total` is without them.
     - "cast": a fusion that writes FP8 values. It may compute their amax, too.
     - "amax": a fusion that reduces absolute values to their maximum.
     - "rest".

@@ -1,4 +1,4 @@
-"""`Place`: how an operand is placed in the mesh. Collectives that move FP8 values as bytes."""
+"""`Place`: how an operand is placed in the mesh. Collectives that move FP8 values."""
 
 import dataclasses
 import functools
@@ -16,19 +16,27 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, Axes
+from jaxfp8.numerics._formats import E8M0
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.sharding._specs import check_borders, mesh_axes
 
-# FP8 values and scales, moved as bytes.
+# FP8 values and scales, moved bit for bit.
 
 
 def in_bytes(collective: Callable[[Array], Array], x: Array) -> Array:
-    """A collective on x [...], which sends FP8 values and E8M0 scales as bytes."""
+    """A collective on x [...]. It sends E8M0 scales as bytes, and FP8 values too, but for TPUs."""
     if x.dtype.itemsize > 1:
         return collective(x)
+
     # XLA:CPU would widen FP8 values to float16 and lose the sign of a zero. It would widen E8M0
     # scales to float32, flush the smallest scale to zero, and convert that zero to NaN.
-    return lax.bitcast_convert_type(collective(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
+    def as_bytes(x: Array) -> Array:
+        return lax.bitcast_convert_type(collective(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
+
+    if x.dtype == E8M0.dtype:
+        return as_bytes(x)
+    # XLA for TPUs would copy bytes that two matmuls read as FP8.
+    return lax.platform_dependent(x, tpu=collective, default=as_bytes)
 
 
 def take_rows(x: Array, index: Array, fill: float = 0.0) -> Array:
@@ -57,11 +65,13 @@ class Place:
       axis: the array axis that is split, not negative.
       axis_names: the mesh axes that split it. They are all Manual, all Explicit, or all Auto.
       mesh: the mesh under which the operand is traced.
+      stored_whole: whether the backward pass finds the operand whole, see `Shard`.
     """
 
     axis: int = 0
     axis_names: tuple[str, ...] = ()
     mesh: AbstractMesh | None = None
+    stored_whole: bool = False
 
     @functools.cached_property
     def kind(self) -> AxisType | None:
@@ -111,7 +121,7 @@ class Place:
         return self if self.mesh is None else dataclasses.replace(self, axis=axis_of(self.axis))
 
     def gather(self, x: Array) -> Array:
-        """The whole array, gathered from its shards x [...]. FP8 values are sent as bytes."""
+        """The whole array, gathered from its shards x [...], as `in_bytes` sends them."""
         mesh = self.mesh
         if mesh is None:
             return x

@@ -15,7 +15,7 @@ import dataclasses
 import jax
 from jax.sharding import AxisType
 
-from jaxfp8._check import check_type
+from jaxfp8._check import check_bool, check_type
 from jaxfp8._typing import Array, Axes
 from jaxfp8.sharding._amax import types_show_varying, varying_axes
 from jaxfp8.sharding._place import Place, kinds_of, spec_without
@@ -29,6 +29,9 @@ class Shard:
     again in the backward pass. Only the shard is stored in between. The gradient is
     reduce-scattered: it is summed over the mesh axis, and each device keeps its shard.
 
+    A `jax.checkpoint` that computes the matmul again gathers in the backward pass for fprop, too,
+    so twice. `reshard_after_forward=False` makes it one gather.
+
     The `Shard` of a result does the reverse: the result is reduce-scattered, and its gradient is
     quantized and gathered in FP8.
 
@@ -41,6 +44,11 @@ class Shard:
       axis: the axis of the array that is split.
       axis_name: the mesh axis that splits it, or a tuple of mesh axes. The first one is outermost,
         as in `jax.P`.
+      reshard_after_forward: whether only the shard of x or w is stored for the backward pass. With
+        False it is the whole FP8 copy, if both passes read the same one. Use False for w inside of
+        a `jax.checkpoint` that does not store weights, such as one with `fp8.save_fp8_residuals()`.
+        Elsewhere each device would store all weights. A result has no copy: leave it True there.
+        (The name is that of PyTorch's `fully_shard`.)
 
     Example:
       >>> Shard(0, "fsdp")  # fully sharded data parallelism: rows of w
@@ -51,8 +59,14 @@ class Shard:
 
     axis: int
     axis_name: str | tuple[str, ...]
+    reshard_after_forward: bool = True
+
+    def __repr__(self) -> str:
+        stored = "" if self.reshard_after_forward else ", reshard_after_forward=False"
+        return f"Shard(axis={self.axis!r}, axis_name={self.axis_name!r}{stored})"
 
     def __post_init__(self) -> None:
+        check_bool("reshard_after_forward", self.reshard_after_forward)
         names = self.axis_names if isinstance(self.axis_name, str | tuple) else ()
         if (
             type(self.axis) is not int
@@ -109,6 +123,8 @@ def place_result(shape: Axes, operands: tuple[Array, Array], shard: Shard | None
     """
     placed = _placed("y", shape, operands, shard)
     given = f"y_shard={shard!r}"
+    if placed.stored_whole:
+        raise ValueError(f"{given}: a result is not stored. Leave reshard_after_forward out.")
     _check_equal(given, "y", shape, placed)
     if placed.kind == AxisType.Manual and (
         same := _same(placed, frozenset().union(*map(varying_axes, operands)))
@@ -142,7 +158,12 @@ def _placed(name: str, shape: Axes, operands: tuple[Array, ...], shard: Shard | 
             f"{given} names mesh axes of several kinds: {kinds}. A shard needs axes of one kind; "
             "gather the operand over the others before."
         )
-    return Place(axis=shard.axis % len(shape), axis_names=shard.axis_names, mesh=mesh)
+    return Place(
+        axis=shard.axis % len(shape),
+        axis_names=shard.axis_names,
+        mesh=mesh,
+        stored_whole=not shard.reshard_after_forward,
+    )
 
 
 def _same(placed: Place, varies: frozenset[str]) -> list[str]:

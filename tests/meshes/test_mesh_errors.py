@@ -105,6 +105,15 @@ WHOLE = {
         ),
         ("y_shard=Shard(axis=2, axis_name='fsdp')", "out of range", "[32, 32]"),
     ),
+    "a result that is stored": (
+        lambda kind: under(
+            kind,
+            functools.partial(dot, y_shard=Shard(0, "fsdp", reshard_after_forward=False)),
+            (X, P()),
+            (W, P()),
+        ),
+        ("y_shard=Shard(axis=0", "reshard_after_forward=False", "a result is not stored"),
+    ),
     "an axis that the output of an einsum does not have": (
         lambda kind: under(
             kind,
