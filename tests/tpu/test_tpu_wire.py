@@ -1,16 +1,18 @@
 """`wire_report` on programs for eight cores of TPU 7x: each form of a collective, by hand."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives import compile_on, counts, gather, scan
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tpu_targets import topology
 
 import jaxfp8 as fp8
 from jaxfp8.programs import assert_wire_dtype, wire_report
+from jaxfp8.sharding import Shard
 
 pytestmark = pytest.mark.tpu
 
@@ -111,3 +113,24 @@ def test_weights_gathered_in_a_scan(quantized_before_it_travels):
             assert_wire_dtype(program, "all-gather", fp8.E4M3)
         expected = {("all-gather", "bfloat16", 4): (LAYERS, 2 * values, 6 * values)}
     assert counts(wire_report(program)) == expected
+
+
+def test_a_checkpoint_gathers_a_weight_once_as_fp8():
+    """XLA would copy bytes that fprop and dgrad both read, and would not merge two gathers."""
+
+    def layer(x, w):
+        shard = Shard(0, "fsdp", reshard_after_forward=False)
+        return jnp.tanh(fp8.dot(x, w, recipe=fp8.recipes.current(), w_shard=shard))
+
+    def gradients(w, x):
+        loss = lambda w, x: jnp.sum(jax.checkpoint(layer)(x, w).astype(jnp.float32))
+        return jax.value_and_grad(loss, argnums=(0, 1))(w, x)
+
+    devices = np.array(topology("tpu7x").devices)
+    split = NamedSharding(Mesh(devices, ("fsdp",), axis_types=(AxisType.Auto,)), ROWS)
+    w, x = (jax.ShapeDtypeStruct((n, K), jnp.bfloat16, sharding=split) for n in (K, 4096))
+    program = jax.jit(gradients).lower(w, x).compile()
+    assert_wire_dtype(program, "all-gather", fp8.E4M3)
+    assert wire_report(program).only(kind="all-gather").count == 2  # one in each pass
+    text = "\n".join(line for line in program.as_text().splitlines() if "u8[" in line)
+    assert f"[{K},{K}]" not in text
