@@ -119,6 +119,7 @@ class Copy:
         if "fprop" not in self.readers or _as_bytes():
             return self
         if self.row is not None:
+            assert isinstance(operand, QuantizedTensor)
             none: Any = None
             operand = dataclasses.replace(operand, scale=none)
         return dataclasses.replace(self, operand=operand, is_whole=True)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxfp8._geometry import TrainingGeometry, inverse_permutation
 from jaxfp8._quantized_tensor import QuantizedTensor
@@ -45,6 +44,7 @@ from jaxfp8.matmul._given import add_bias
 from jaxfp8.matmul._grouped_operands import quantize_rows, wgrad_operand
 from jaxfp8.matmul._operands import Quantized, Seen, quantize_operand
 from jaxfp8.matmul._stats import CastStats, send_stats
+from jaxfp8.matmul._tpu_hints import row_major, row_major_copy, weight_first
 from jaxfp8.numerics._formats import sum_dtype
 from jaxfp8.numerics._rounding import undifferentiable
 from jaxfp8.prologues._prologue import Produced, Source, produce_again, value_of
@@ -62,6 +62,7 @@ class _Types:
     x: Any
     w: Any
     bias: Any  # None if its gradient is not needed
+    learns_w: bool  # whether the gradient of w is needed
 
 
 class _Forward(NamedTuple):
@@ -110,7 +111,7 @@ def _fprop(call: Call, arrays: Arrays) -> _Forward:
         w = _held_operand(call, arrays.held, arrays.quantizers.ledger)
     operand = x.now["fprop"]
     if call.differentiated:  # otherwise no scan saves a copy, and `jax.export` takes no constraint
-        operand = _row_major_copy(operand)
+        operand = row_major_copy(operand, call.geometry.fprop.lhs)
     whole_x = call.places.x.gather_operand(operand)
     whole_w = call.places.w.gather_operand(w.now["fprop"])
     out = call.out_dtype, call.out_sharding
@@ -243,7 +244,8 @@ def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
     scalars = jax.tree.map(name_amax, scalars)
     # The sums for a bias that is not differentiated would be computed for nothing.
     learned = primals.bias is not None and primals.bias.perturbed
-    types = _Types(jax.typeof(x), jax.typeof(w), jax.typeof(given.bias) if learned else None)
+    of_bias = jax.typeof(given.bias) if learned else None
+    types = _Types(jax.typeof(x), jax.typeof(w), of_bias, primals.w.perturbed)
     bias = None if given.bias is None else _once(given.bias)
     residuals = x_saved, w_saved, scalars, given.quantizers, types, given.rows
     return add_bias(y, bias, call.geometry), residuals
@@ -269,9 +271,10 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     w, of_w = _read(call, "w", w, own, gradient, rows)
     send_stats(call.watched, watched + g.watched + of_x + of_w)
     dgrad, wgrad = _gathered_once(call.places.g, g.now["dgrad"], g.now["wgrad"])
-    x, dgrad, wgrad = map(_row_major_copy, _in_turn(rows, x, dgrad, wgrad))
-    if rows is None:  # XLA would copy the rows of experts for the barrier
-        w, wgrad = _weight_first(w, wgrad)
+    axes = call.geometry.fprop.lhs, call.geometry.dgrad.lhs, call.geometry.dgrad.lhs
+    x, dgrad, wgrad = map(row_major_copy, _in_turn(rows, x, dgrad, wgrad), axes)
+    if types.learns_w and rows is None:  # XLA would copy the rows of experts for the barrier
+        w, wgrad = weight_first(w, wgrad)
     dx_axes, dw_axes = call.geometry.dx_axes, call.geometry.dw_axes
     if rows is not None:
         dw_axes = (0, *(1 + axis for axis in dw_axes))  # the groups come first
@@ -280,7 +283,7 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     dx = call.places.x.scatter(_cotangent(dx, dx_axes, types.x))
     # XLA for TPUs may compute a transposed gradient. It then transposes the weight and its moments
     # for the optimizer, and once more after it, in unrolled blocks.
-    dw = _row_major(call.places.w.scatter(_cotangent(dw, dw_axes, types.w)))
+    dw = row_major(call.places.w.scatter(_cotangent(dw, dw_axes, types.w)))
     db = None
     if types.bias is not None:
         db = _bias_gradient(gradient, g.column_sums, types.bias, call.geometry)
@@ -334,21 +337,6 @@ def _in_turn(
     return lax.optimization_barrier((x, dgrad, wgrad))
 
 
-def _weight_first(w: Operand, wgrad: Operand) -> tuple[Operand, Operand]:
-    """The copy of w for dgrad, and that of g for wgrad. On a TPU the first is made before wgrad."""
-    # XLA for TPUs fuses an optimizer's step into the matmul of wgrad, in place. If a weight were
-    # cast after that, for instance in a remat of its block, XLA would copy it before the step.
-    if not (isinstance(w, QuantizedTensor) and isinstance(wgrad, QuantizedTensor)):
-        return w, wgrad
-    if manual_axes():  # after a barrier, each would vary over the mesh axes of both
-        return w, wgrad
-    first, then = lax.platform_dependent(
-        w.values, wgrad.values,
-        tpu=lambda *both: lax.optimization_barrier(both), default=lambda *both: both,
-    )  # fmt: skip
-    return dataclasses.replace(w, values=first), dataclasses.replace(wgrad, values=then)
-
-
 def _readable(x: tuple[Array, ...], gradient: Array) -> tuple[Array, ...]:
     """Arrays as the backward pass reads them: after `gradient`, and not before.
 
@@ -399,26 +387,6 @@ def _cotangent(result: Array, axes: Axes, aval: Any) -> Array:
     if missing:
         result = lax.psum(result, tuple(sorted(missing)))
     return result.transpose(inverse_permutation(axes))
-
-
-def _row_major(array: Array) -> Array:
-    """The same array, row-major in memory on a TPU."""
-    if array.dtype.itemsize > 4:  # XLA for TPUs rewrites 64-bit types, and cannot in a constraint
-        return array
-
-    def constrained(array: Array) -> Array:
-        return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
-
-    return lax.platform_dependent(array, tpu=constrained, default=lambda array: array)
-
-
-def _row_major_copy(operand: Operand) -> Operand:
-    """The same operand. If it is an FP8 copy, its values are row-major in memory on a TPU."""
-    # XLA for TPUs may choose a transposed copy of an activation or a gradient. In a scan it keeps
-    # what it saves row-major, so it would transpose each copy in both passes.
-    if not isinstance(operand, QuantizedTensor):
-        return operand
-    return dataclasses.replace(operand, values=_row_major(operand.values))
 
 
 # The gradient of the bias.
