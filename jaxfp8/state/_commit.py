@@ -181,7 +181,7 @@ def settle(state: PyTree) -> PyTree:
 
     Call it once, outside of `jax.jit`: after the first step, or after a checkpoint is restored. A
     step then compiles once more, for the marked state, and reads x, w and g once less. On an H200
-    that is about 9 % of a layer's bytes. The results are the same, bit for bit.
+    that is about a tenth of a layer's bytes. The results are the same, bit for bit.
 
     A matmul with an unset scale is not marked, and works as before. Call `settle` again later, to
     mark it too.
