@@ -56,7 +56,7 @@ def test_experts():
         fp8.plan.roofline((16 * tokens, 4096, 2048), recipe=recipe, kernels=kernels, groups=16)
         for tokens in (4096, 512)
     ]
-    words = "`fp8.plan.roofline` estimates less, {:.2f} and {:.2f} for `delayed()`"
+    words = "{:.2f} by `fp8.plan.roofline`. With 512 it hardly pays: 1.09, 1.04 and {:.2f}."
     assert words.format(*(each.speedup for each in said)) in " ".join(PAGE.split())
 
 
