@@ -110,8 +110,7 @@ class Copy:
             or operand.scale is not stored.scale
         ):
             return cls(operand, readers)
-        none: Any = None
-        return cls(dataclasses.replace(operand, scale=none), readers, planned.row)
+        return cls(_without_scale(operand), readers, planned.row)
 
     def gathered(self, operand: Operand) -> "Copy":
         """The same copy, if the forward pass has gathered it: `operand` is what fprop reads."""
@@ -120,8 +119,7 @@ class Copy:
             return self
         if self.row is not None:
             assert isinstance(operand, QuantizedTensor)
-            none: Any = None
-            operand = dataclasses.replace(operand, scale=none)
+            operand = _without_scale(operand)
         return dataclasses.replace(self, operand=operand, is_whole=True)
 
     def with_scale(self, known: Array | None) -> Operand:
@@ -131,6 +129,11 @@ class Copy:
         assert isinstance(self.operand, QuantizedTensor)
         assert known is not None
         return dataclasses.replace(self.operand, scale=known[1, self.row])
+
+
+def _without_scale(operand: QuantizedTensor) -> QuantizedTensor:
+    none: Any = None
+    return dataclasses.replace(operand, scale=none)
 
 
 def _as_bytes() -> bool:
