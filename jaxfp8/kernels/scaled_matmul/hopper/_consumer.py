@@ -115,9 +115,12 @@ class _Step:
                 if (part, above, left) == last:
                     self._free()
                 more = product[:, left : left + matmul.width]
-                if of_rows is not None and of_columns is not None:
-                    more *= _of_step(of_rows, of_columns, more.shape)
-                summed[matmul.patches.index((above, left))] += more
+                patch = matmul.patches.index((above, left))
+                if of_rows is None or of_columns is None:
+                    summed[patch] += more
+                else:
+                    scales = _of_step(of_rows, of_columns, more.shape)
+                    summed[patch] = _plus_scaled(summed[patch], more, scales)
         return tuple(summed)
 
     def _multiplied(self, part: int, above: int) -> tuple[Array | None, Array | None, Array]:
@@ -178,6 +181,11 @@ def _of_step(of_rows: Array, of_columns: Array, shape: Axes) -> Array:
         of_columns, shape, (1,)
     )
     return jnp.minimum(both, _LARGEST)
+
+
+def _plus_scaled(sums: Array, product: Array, scales: Array) -> Array:
+    """`sums + product * scales` [R, C], rounded once: the compiler fuses it (FFMA)."""
+    return sums + product * scales
 
 
 def _product(lhs: Any, rhs: Any) -> Array:
