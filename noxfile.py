@@ -30,7 +30,7 @@ nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = (
     "lint", "readme", "newest", "optimized", "rounding", "gpu_programs", "tpu_programs", "guests",
-    "plugs", "docstrings", "notebooks", "budget",
+    "plugs", "docstrings", "silicon", "notebooks", "budget",
 )  # fmt: skip
 MOST_CPU_MINUTES = 160
 """More than this of all sessions together is an error. On a quiet machine they take 54. They
@@ -81,8 +81,8 @@ def python312(session: nox.Session) -> None:
 @nox.session(python="3.13")
 @measured
 def python313(session: nox.Session) -> None:
-    """The environment of Python 3.13."""
-    session.install(*LATEST, "-e", ".[test,triton]")
+    """The environment of Python 3.13, and of torch."""
+    session.install(*LATEST, "-e", ".[test,triton,silicon]")
 
 
 OLDEST, NEWEST, NEXT = (
@@ -96,7 +96,11 @@ def python(session: nox.Session, version: str, *arguments: str, **options: Any) 
     return str(session.run(str(executable), *arguments, external=True, **options))
 
 
-NEEDED = {"python311": "equinox", "python312": "jax_cuda13_plugin jax_triton libtpu"}
+NEEDED = {
+    "python311": "equinox",
+    "python312": "jax_cuda13_plugin jax_triton libtpu",
+    "python313": "mmasim",
+}
 """Packages without which tests of an environment are skipped. conftest.py refuses to start."""
 
 
@@ -170,7 +174,8 @@ def everything(session: nox.Session) -> None:
     pytest(session, "python312", "-m", "not gpu")
 
 
-DEFAULT_ROWS = ("-m", "not slow and not deviceless and not gpu and not tpu", "--one-row-in", "80")
+DEFAULT_MARKS = "not slow and not deviceless and not gpu and not tpu and not silicon"
+DEFAULT_ROWS = ("-m", DEFAULT_MARKS, "--one-row-in", "80")
 # XLA's optimizations may change bits. The arithmetic is in these rooms, and others stand on them.
 # Kernels are interpreted on CPUs, so it is not XLA that compiles them for users. With optimizations
 # a program takes twice as long to compile.
@@ -254,6 +259,14 @@ def docstrings(session: nox.Session) -> None:
     """The examples of all docstrings, and the public names, on Python 3.13."""
     pytest(session, "python313", "--doctest-modules", "jaxfp8")  # without tests/conftest.py
     pytest(session, "python313", "tests/test_public_api.py")
+
+
+@nox.session(**NEXT)
+@measured
+def silicon(session: nox.Session) -> None:
+    """Kernels with modeled tensor cores, and the models beside MMA-Sim."""
+    rooms = () if session.posargs else ("tests/silicon",)
+    pytest(session, "python313", "-m", "silicon", *rooms)
 
 
 @nox.session(**OLDEST)

@@ -32,6 +32,7 @@ FOLDERS = {
     "notebooks": "notebooks",
     "test": "tests",
     "plugs": "tests/plugs",
+    "silicon": "tests/silicon",
 }
 # Modules whose name is not that of their package.
 MODULES = {
@@ -52,8 +53,8 @@ EXTRAS = {
     "jaxfp8": ("triton",),  # behind `Backend`s: tests/test_floors.py
     "examples": ("examples",),
     "notebooks": ("notebooks",),
-    # Without the last three, tests of them are skipped.
-    "tests": ("test", "examples", "triton", "plugs"),
+    # Without the last four, tests of them are skipped.
+    "tests": ("test", "examples", "triton", "plugs", "silicon"),
 }
 
 # Other libraries that a folder compares us with, or plugs us into, where they are installed. No
