@@ -266,7 +266,7 @@ def docstrings(session: nox.Session) -> None:
 def silicon(session: nox.Session) -> None:
     """Kernels with modeled tensor cores, and the models beside MMA-Sim."""
     rooms = () if session.posargs else ("tests/silicon",)
-    pytest(session, "python313", "-m", "silicon", *rooms)
+    pytest(session, "python313", "-m", "silicon and not slow", *rooms)
 
 
 @nox.session(**OLDEST)

@@ -23,10 +23,15 @@ SIZES, TOKENS, WIDTH = (300, 0, 250, 130), 700, 160
 RULES = {"float32_scales": predicted.tiles(128), "mxfp8": predicted.tiles(32)}
 
 
-@pytest.mark.parametrize("name", ["float32_scales", "mxfp8", "rowwise", "current"])
+def some(*names):
+    """The first name by default; the others are slow."""
+    return [names[0], *(pytest.param(name, marks=pytest.mark.slow) for name in names[1:])]
+
+
+@pytest.mark.parametrize("name", some("float32_scales", "mxfp8", "rowwise", "current"))
 def test_experts_by_rows(name):
     """112,000 results. Each row of a group times its matrix; zeros for rows of no group."""
-    lhs, rhs, groups = operands("fprop", RECIPES[name], SIZES, TOKENS, 200, WIDTH)
+    lhs, rhs, groups = given("fprop", name)
     got = modeled.bits(grouped("fprop"), lhs, rhs, groups)
     wanted = np.zeros((TOKENS, WIDTH), np.float32)
     places = (np.asarray(x) for x in (groups.matrix, groups.first_row, groups.live_rows))
@@ -36,10 +41,10 @@ def test_experts_by_rows(name):
     same_bits(got, wanted)
 
 
-@pytest.mark.parametrize("name", ["float32_scales", "current"])
+@pytest.mark.parametrize("name", some("current", "float32_scales"))
 def test_experts_by_groups(name):
     """The gradients of matrices: the rows of each group are its K."""
-    lhs, rhs, groups = operands("wgrad", RECIPES[name], SIZES, TOKENS, 136, WIDTH)
+    lhs, rhs, groups = given("wgrad", name)
     got = modeled.bits(grouped("wgrad"), lhs, rhs, groups)
     assert got.shape == (len(SIZES), 136, WIDTH)
     for group, (first, count) in enumerate(zip(groups.first_tile, groups.tiles, strict=True)):
@@ -48,6 +53,11 @@ def test_experts_by_groups(name):
             continue
         one = [rows_of_stack(q, int(first), int(count)) for q in (lhs, rhs)]
         same_bits(got[group], of_group(name, *one, (False, False)))
+
+
+def given(matmul, name):
+    """Operands of a recipe, made in one program."""
+    return jax.jit(lambda: operands(matmul, RECIPES[name], SIZES, TOKENS, 136, WIDTH))()
 
 
 def grouped(matmul):

@@ -29,7 +29,7 @@ from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.kernels.scaled_matmul.hopper import _consumer
 
 pytestmark = [pytest.mark.silicon, needs_mosaic]
-M, N, K = 328, 312, 200  # 102,336 results; ragged in tiles of 128 and of 32
+M, N, K = 328, 312, 136  # 102,336 results; ragged in tiles of 128 and of 32
 FPROP, WGRAD = (((1,), (1,)), ((), ())), (((0,), (0,)), ((), ()))
 TENSOR, ROWS, LAST = fp8.PerTensor(), fp8.PerAxis(0), fp8.PerAxis(1)
 
@@ -99,10 +99,10 @@ def test_each_path(path):
 # 20 shapes: few rows, one column, less than a tile, whole tiles, long K. Each with another tiling,
 # pair of formats, and signs of operands.
 SHAPES = (
-    (1, 8, 32), (1, 128, 256), (3, 40, 70), (7, 16, 128), (8, 24, 40), (16, 200, 130),
-    (33, 72, 96), (40, 8, 520), (64, 64, 64), (64, 32, 1000), (65, 136, 129), (100, 100, 100),
-    (128, 128, 128), (128, 128, 256), (129, 136, 264), (136, 200, 31), (200, 72, 300),
-    (256, 16, 512), (264, 40, 200), (300, 48, 384),
+    (1, 8, 32), (1, 128, 256), (3, 40, 70), (7, 16, 128), (8, 24, 40), (16, 200, 130), (33, 72, 96),
+    (40, 8, 520), (64, 64, 64), (64, 32, 1000), (65, 72, 129), (100, 100, 100), (128, 128, 128),
+    (128, 64, 256), (129, 40, 264), (72, 136, 31), (136, 72, 300), (256, 16, 512), (40, 200, 200),
+    (130, 48, 384),
 )  # fmt: skip
 TILINGS = (None, "decode", "few", "small", "large")
 
@@ -180,12 +180,19 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_changes_bits(fault, monkeypatch):
-    path, name, wrong = FAULTS[fault]
+@functools.cache
+def right_bits(path):
+    """Operands, and the prediction that the kernel agrees with."""
     given = operands(path, 40, 48, 392)
     wanted = prediction(path, *given)
     same_bits(modeled.bits(kernel(path), *given), wanted)
+    return given, wanted
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_changes_bits(fault, monkeypatch):
+    path, name, wrong = FAULTS[fault]
+    given, wanted = right_bits(path)
     with modeled.tensor_cores():
         monkeypatch.setattr(_consumer, name, wrong)
         got = interpreted(kernel(path), *given)

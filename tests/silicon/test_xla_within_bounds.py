@@ -73,7 +73,13 @@ PATHS = {
     "Hopper, MXFP8": (TILES_OF_32, "E8M0", predicted.tiles(32), HOPPER),
     "Blackwell, tensor": (TENSOR, "float32", predicted.FAST, BLACKWELL),
 }
-signs = pytest.mark.parametrize("one_sign", [False, True], ids=["mixed signs", "one sign"])
+signs = pytest.mark.parametrize(
+    "one_sign",
+    [
+        pytest.param(False, id="mixed signs", marks=pytest.mark.slow),
+        pytest.param(True, id="one sign"),
+    ],
+)
 
 
 def operands(granularity, scales, one_sign):
