@@ -12,7 +12,6 @@ Needs: nothing.
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -86,8 +85,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def percent(error: float) -> str:
     """Two digits, and a mark from `LOSES` on."""
-    digits = max(1 - math.floor(math.log10(100 * error)), 0) if error else 0
-    return f"{100 * error:.{digits}f} %" + (" !" if error >= LOSES else "")
+    size = 100 * error
+    if size < 1e-3:
+        return "< 0.001 %"
+    return (f"{size:.0f} %" if size >= 10 else f"{size:#.2g} %") + " !" * (error >= LOSES)
 
 
 def main() -> None:

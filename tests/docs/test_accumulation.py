@@ -1,0 +1,29 @@
+"""The table of the page on GPUs is that of the stored result, and the result that of the code."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
+import accumulation
+
+GPU = Path(accumulation.__file__).parent
+ROWS = json.loads((GPU / "results" / "accumulation.json").read_text())["rows"]
+
+
+def test_the_page_has_the_result():
+    page = (GPU.parents[1] / "docs" / "gpu.md").read_text()
+    assert f"<!-- accumulation -->\n{accumulation.markdown(ROWS)}" in page
+
+
+@pytest.mark.parametrize("path", accumulation.PATHS)
+@pytest.mark.parametrize("signs", accumulation.SIGNS)
+def test_the_result_is_that_of_the_code(path, signs):
+    (stored,) = (r for r in ROWS if (r["path"], r["signs"], r["k"]) == (path, signs, 512))
+    row = accumulation.row(path, signs, 512)
+    assert row.keys() == stored.keys()
+    figures = [key for key in ("error", "shift") if key in row]
+    for key in figures:
+        assert row[key] == pytest.approx(stored[key], rel=1e-9), key
