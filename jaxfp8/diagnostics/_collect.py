@@ -153,6 +153,7 @@ def _row(
 
 _MATMULS: tuple[Matmul, ...] = get_args(Matmul)
 
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SumRow:
     """What Hopper's tensor cores would lose of the sums of one matmul, over all records of it.
@@ -184,12 +185,12 @@ class SumRow:
     Example:
       >>> import jax.numpy as jnp
       >>> import jaxfp8 as fp8
-      >>> x, w = jnp.full((2, 4096), 0.3), jnp.full((4096, 8), 0.7)
+      >>> x, w = jnp.linspace(0, 1, 4096)[None], jnp.ones((4096, 8))
       >>> with fp8.diagnostics.collect(sums=True) as records:
       ...     _ = fp8.dot(x, w, recipe=fp8.recipes.current(), name="up")
       >>> (row,) = fp8.diagnostics.summary(records).sums
-      >>> row.matmul, row.k, row.one_sign, row.in_use, row.fast, row.promoted
-      ('fprop', 4096, 1.0, 'fast', 0.0, 0.0)
+      >>> row.matmul, row.k, row.one_sign, row.in_use, row.fast > 0.05, row.promoted < 0.001
+      ('fprop', 4096, 1.0, 'fast', True, True)
 
     References:
       MMA-Sim, arXiv:2511.10909, has the model. DeepSeek-V3, arXiv:2412.19437, section 3.3.2, has

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from flax import nnx
 from rich.console import Group
-from rich.table import Table
 
 from jaxfp8._table import align, rich_table
 from jaxfp8._typing import FP8StateError, Tensor

@@ -175,7 +175,7 @@ def _sample(
     operand: QuantizedTensor, axes: OperandAxes, batch: int, rows: int
 ) -> tuple[Array, Array]:
     """Values [B, M, contracted axes], evenly spaced, and the scale of each."""
-    kept = {}
+    kept: dict[int, np.ndarray] = {}
     for names, count, axis in ((axes.batch, batch, 1), (axes.kept, rows, 0)):
         shape = tuple(operand.shape[name] for name in names)
         flat = np.linspace(0, math.prod(shape) - 1, count).round().astype(int)
@@ -192,9 +192,8 @@ def _sample(
         ]
         whole = jax.NamedSharding(jax.typeof(x).sharding.mesh, jax.P()) if is_explicit(x) else None
         # With an index in front, NumPy's rules put the axes of all indices there.
-        found = x[None].at[(zero, *index)]
-        found = found.get(mode="promise_in_bounds", out_sharding=whole)
-        return found.transpose(order)
+        rows = x[None].at[(zero, *index)].get(mode="promise_in_bounds", out_sharding=whole)
+        return rows.transpose(order)
 
     sides = operand.granularity.along(operand.ndim)
     values = take(operand.values, (1,) * operand.ndim)

@@ -131,15 +131,15 @@ def sums_of(lhs: Array, rhs: Array, scales: tuple[Array, Array] | None = None) -
       scales: float32 [M, C] and [N, C], which multiply the sum of each step. None leaves them out.
     """
 
-    def add(sums: Sums, step: tuple[Array, ...]) -> tuple[Sums, None]:
-        a, b, *scales = step
+    def add(sums: Sums, step: list[Array]) -> tuple[Sums, None]:
+        a, b, *factors = step
 
         def scaled(total: Array) -> Array:
-            if not scales:
+            if not factors:
                 return total
-            # The smaller scale first, as kernels do: no product overflows if the result does not.
-            least, most = (of(scales[0][:, None], scales[1][None]) for of in _ORDER)
-            return (total * least) * most
+            of_rows, of_columns = factors[0][:, None], factors[1][None]
+            # The smaller scale first, as in kernels. So no product overflows if no result does.
+            return (total * jnp.minimum(of_rows, of_columns)) * jnp.maximum(of_rows, of_columns)
 
         def dot(a: Array, b: Array) -> Array:
             return lax.dot_general(a, b, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
@@ -149,12 +149,9 @@ def sums_of(lhs: Array, rhs: Array, scales: tuple[Array, Array] | None = None) -
             sums.exact + scaled(dot(*wide)),
             sums.magnitude + scaled(dot(*map(jnp.abs, wide))),
             sums.promoted + scaled(wgmma(a, b)),
-            sums.fast if scales else wgmma(a, b, sums.fast),
+            sums.fast if factors else wgmma(a, b, sums.fast),
         ), None
 
     zeros = _zeros(lhs[:, 0], rhs[:, 0])
     steps = (lhs, rhs, *(scales or ()))
     return lax.scan(add, Sums(*[zeros] * 4), [x.swapaxes(0, 1) for x in steps])[0]
-
-
-_ORDER = jnp.minimum, jnp.maximum
