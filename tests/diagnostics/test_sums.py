@@ -137,7 +137,7 @@ OPERANDS = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow if n in ("delayed",) else ()) for n in RECIPES],
+    [pytest.param(n, marks=pytest.mark.slow if n == "delayed" else ()) for n in RECIPES],
 )
 def test_equals_numpy(name):
     recipe = RECIPES[name]
@@ -396,8 +396,7 @@ SPECS = {
 }
 FEW = {
     ("delayed", AxisType.Explicit, "kept"), ("rowwise", AxisType.Auto, "contracted"),
-    ("rowwise", AxisType.Explicit, "contracted"), ("mxfp8", AxisType.Explicit, "contracted"),
-    ("blockwise", AxisType.Explicit, "kept"),
+    ("mxfp8", AxisType.Explicit, "contracted"),
 }  # fmt: skip
 
 
@@ -426,7 +425,9 @@ def test_global_arrays(name, kind, split):
 @pytest.mark.parametrize(
     ("name", "gathered"),
     [
-        pytest.param(name, gathered, marks=pytest.mark.slow if name == "mxfp8" else ())
+        pytest.param(
+            name, gathered, marks=() if gathered == (name == "delayed") else pytest.mark.slow
+        )
         for name in MESHES
         for gathered in (False, True)
         if (name, gathered) != ("blockwise", True)
