@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._check import check_type
-from jaxfp8._geometry import OperandAxes
+from jaxfp8._geometry import Geometry, OperandAxes
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, Axes, Matmul, Tensor
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
@@ -132,10 +132,8 @@ def sum_stats(
 ) -> SumStats:
     """The statistics of the sums of `call`. No operand is empty."""
     in_tiles = lhs.granularity.in_tiles or rhs.granularity.in_tiles
-    geometry, step = call.geometry, PROMOTED
-    if in_tiles:
-        pair, step = _tiled_pair(lhs, rhs, call)
-        geometry = geometry.with_innermost(pair)
+    geometry = call.geometry
+    step = _step(lhs, rhs, geometry) if in_tiles else PROMOTED
     batch, rows, k = geometry.lhs.matrix_shape(lhs.shape)
     _, columns, _ = geometry.rhs.matrix_shape(rhs.shape)
     batch = min(batch, _BATCH)
@@ -159,16 +157,14 @@ def sum_stats(
     )
 
 
-def _tiled_pair(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> tuple[int, int]:
-    """Which pair of contracted axes has tiles, and S: the values along it that share scales."""
+def _step(lhs: QuantizedTensor, rhs: QuantizedTensor, geometry: Geometry) -> int:
+    """S of operands in tiles. These are along the last contracted axis."""
     sides = [
-        [operand.granularity.along(operand.ndim)[axis] for axis in axes.contracted]
-        for operand, axes in zip((lhs, rhs), call.geometry.sides, strict=True)
+        operand.granularity.along(operand.ndim)[axes.contracted[-1]]
+        for operand, axes in zip((lhs, rhs), geometry.sides, strict=True)
         if operand.granularity.in_tiles
     ]
-    along = [math.gcd(*each) for each in zip(*sides, strict=True)]
-    pair = max(range(len(along)), key=along.__getitem__)
-    return pair, math.gcd(along[pair], PROMOTED)
+    return math.gcd(PROMOTED, *sides)
 
 
 def _sample(
