@@ -50,7 +50,7 @@ EXPECTED = {
     "jaxfp8.prologues": "RMSNorm SwiGLU",
     "jaxfp8.conversion": "Coverage CoverageRow FP8Function Rule",
     "jaxfp8.state": "MatmulState in_gradient_channel",
-    "jaxfp8.diagnostics": "collect summary Summary Records CastRow StateRow",
+    "jaxfp8.diagnostics": "collect summary Summary Records CastRow StateRow SumRow",
     "jaxfp8.weights": "QuantizedWeight WeightAxes",
     "jaxfp8.optim": """
         with_master_weights init_master_weights master_weights MasterWeightsState

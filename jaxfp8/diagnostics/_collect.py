@@ -1,17 +1,18 @@
-"""`collect`: watch the casts of the steps that run inside a context, as rows by layer."""
+"""`collect`: watch casts and sums of the steps that run inside a context, as rows by layer."""
 
 import contextlib
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
 from flax import nnx
 
+from jaxfp8._check import check_bool
 from jaxfp8._typing import Matmul, Tensor
-from jaxfp8.matmul._stats import CastStats, watch_casts
+from jaxfp8.matmul._stats import Accumulation, CastStats, Stats, SumStats, watch_casts
 from jaxfp8.nnx._dot_general import AbstractFP8Matmul
 
 # Names of layers: the path of a matmul or of its state, without the parts that say nothing.
@@ -106,13 +107,15 @@ class CastRow:
     calls: int
 
 
-def _cast_rows(records: Iterable[tuple[str, tuple[CastStats, ...]]]) -> list[CastRow]:
+_Records = list[tuple[str, Stats]]
+
+
+def _cast_rows(records: _Records) -> list[CastRow]:
     """One row for each layer, tensor and copy, sorted by them."""
     found: dict[tuple[str, Tensor, tuple[Matmul, ...]], list[CastStats]] = {}
-    for path, statistics in records:
-        for each in statistics:
-            key = layer_name(path.split("/")), each.tensor, each.matmuls
-            found.setdefault(key, []).append(each)
+    for layer, each in records:
+        if isinstance(each, CastStats):
+            found.setdefault((layer, each.tensor, each.matmuls), []).append(each)
     order = sorted(found, key=lambda key: (_natural(key[0]), "xwg".index(key[1]), key[2]))
     return [_row(*key, found[key]) for key in order]
 
@@ -146,6 +149,96 @@ def _row(
     )
 
 
+# Rows of sums: all records of one matmul of a layer as one row.
+
+_MATMULS: tuple[Matmul, ...] = get_args(Matmul)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SumRow:
+    """What Hopper's tensor cores would lose of the sums of one matmul, over all records of it.
+
+    Here y are sums of products of FP8 values, exact, and z the same sums with fewer bits. Each
+    record has a sample of y with all of K: at most 64 rows and 64 columns, evenly spaced. The model
+    of the tensor cores computes z, on every chip. Each figure is the largest of all records.
+
+    Without tiles, y is not scaled: scales of tensors and rows multiply whole sums. With tiles, the
+    sum of each tile is multiplied by its scales. "Exact" is float32, with an error below
+    1e-6 for K up to 65536.
+
+    Attributes:
+      layer: the name of the layer.
+      matmul: "fprop", "dgrad" or "wgrad".
+      k: the length of a sum, on one device inside `jax.shard_map`.
+      one_sign: `sum |y| / sum of |products|`. It is 1 if all products of a sum have one sign, and
+        small if they cancel.
+      in_use: how this matmul accumulates, "fast" or "promoted". `precision=` decides it for fprop.
+      fast: `|z - y| / |y|` in the Frobenius norm, for sums that stay in the tensor cores. NaN for
+        operands in tiles, whose sums cannot stay there.
+      promoted: the same for sums that leave the tensor cores after each 128 values of K, or after
+        each tile if it is smaller, and are added in float32.
+      outputs: the number of sums in the samples of all records.
+      calls: the number of records. Each call gives one on each device of a `jax.shard_map`.
+
+    Figures are NaN if a sum is not finite.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> x, w = jnp.linspace(0, 1, 4096)[None], jnp.ones((4096, 8))
+      >>> with fp8.diagnostics.collect(sums=True) as records:
+      ...     _ = fp8.dot(x, w, recipe=fp8.recipes.current(), name="up")
+      >>> (row,) = fp8.diagnostics.summary(records).sums
+      >>> row.matmul, row.k, row.one_sign, row.in_use, row.fast > 0.05, row.promoted < 0.001
+      ('fprop', 4096, 1.0, 'fast', True, True)
+
+    References:
+      MMA-Sim, arXiv:2511.10909, has the model. DeepSeek-V3, arXiv:2412.19437, section 3.3.2, has
+      promotion.
+    """
+
+    layer: str
+    matmul: Matmul
+    k: int
+    one_sign: float
+    in_use: Accumulation
+    fast: float
+    promoted: float
+    outputs: int
+    calls: int
+
+    @property
+    def key(self) -> str:
+        return self.matmul
+
+
+def _sum_rows(records: _Records) -> list[SumRow]:
+    """One row for each layer and matmul, sorted by them."""
+    found: dict[tuple[str, Matmul], list[SumStats]] = {}
+    for layer, each in records:
+        if isinstance(each, SumStats):
+            found.setdefault((layer, each.matmuls[0]), []).append(each)
+    order = sorted(found, key=lambda key: (_natural(key[0]), _MATMULS.index(key[1])))
+    return [_sum_row(*key, found[key]) for key in order]
+
+
+def _sum_row(layer: str, matmul: Matmul, records: list[SumStats]) -> SumRow:
+    def largest(field: str) -> float:
+        return float(np.max([np.asarray(getattr(each, field)) for each in records]))
+
+    return SumRow(
+        layer=layer,
+        matmul=matmul,
+        k=max(each.k for each in records),
+        one_sign=largest("one_sign"),
+        in_use="fast" if any(each.in_use == "fast" for each in records) else "promoted",
+        fast=largest("fast"),
+        promoted=largest("promoted"),
+        outputs=sum(each.outputs for each in records),
+        calls=len(records),
+    )
+
+
 def _natural(name: str) -> list[str | int]:
     """A key for sorting in which numbers are ordered by value: layer 2 before layer 10."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
@@ -155,7 +248,7 @@ def _natural(name: str) -> list[str | int]:
 
 
 class Records:
-    """The statistics of all casts that ran inside `fp8.diagnostics.collect`.
+    """The statistics of all casts and sums that ran inside `fp8.diagnostics.collect`.
 
     `fp8.diagnostics.summary(records)` makes a table of them.
 
@@ -165,9 +258,9 @@ class Records:
     """
 
     def __init__(self) -> None:
-        self._records: list[tuple[str, tuple[CastStats, ...]]] = []
+        self._records: list[tuple[str, tuple[Stats, ...]]] = []
 
-    def receive(self, layer: str, statistics: tuple[CastStats, ...]) -> None:
+    def receive(self, layer: str, statistics: tuple[Stats, ...]) -> None:
         """Add the statistics of one call of a matmul. JAX calls it on another thread.
 
         Example:
@@ -178,16 +271,32 @@ class Records:
 
     def rows(self) -> list[CastRow]:
         """One row for each layer, tensor and copy. It waits for programs that still run."""
+        return _cast_rows(self._all())
+
+    def sums(self) -> list[SumRow]:
+        """One row for each layer and matmul, with `collect(sums=True)`. It waits, as `rows`.
+
+        Example:
+          >>> Records().sums()
+          []
+        """
+        return _sum_rows(self._all())
+
+    def _all(self) -> _Records:
         jax.effects_barrier()
-        return _cast_rows(list(self._records))
+        return [
+            (layer_name(path.split("/")), each)
+            for path, statistics in list(self._records)
+            for each in statistics
+        ]
 
     def __len__(self) -> int:
         return len(self._records)
 
 
 @contextlib.contextmanager
-def collect(model: Any = None) -> Iterator[Records]:
-    """Watch the casts of all FP8 matmuls that run in this context.
+def collect(model: Any = None, *, sums: bool = False) -> Iterator[Records]:
+    """Watch the casts of all FP8 matmuls that run in this context, and their sums if you like.
 
     A step that runs here sends, for each cast, its scale, its amax and the values that it lost.
     `jax.jit` compiles the step once for this context, and keeps the program for the next time.
@@ -203,13 +312,17 @@ def collect(model: Any = None) -> Iterator[Records]:
     Args:
       model: an nnx module, whose FP8 layers are named by their paths in it while the context is
         active. Pass the model that the step gets.
+      sums: whether each matmul also sends what Hopper's tensor cores would lose of its sums, see
+        `SumRow`. It computes a sample of at most 64 x 64 sums once more, with all of K, on any
+        chip. Grouped matmuls (experts) send their casts only. `jax.jit` compiles the step once for
+        each value of `sums`.
 
     Yields:
       The records, for `fp8.diagnostics.summary`.
 
     Raises:
       RuntimeError: if no FP8 cast was recorded, or if another `collect` is active.
-      TypeError: if `model` is no nnx module.
+      TypeError: if `model` is no nnx module, or `sums` no bool.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -227,8 +340,9 @@ def collect(model: Any = None) -> Iterator[Records]:
       up     g       1     1.74e-05            0          0            0          8       1
       act above 0.1 % saturated, 2 % underflowed (marked !)
     """
+    check_bool("sums", sums)
     records = Records()
-    with _named_matmuls(model), watch_casts(records.receive):
+    with _named_matmuls(model), watch_casts(records.receive, sums=sums):
         yield records
     if not len(records):
         raise RuntimeError(

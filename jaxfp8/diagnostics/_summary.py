@@ -1,4 +1,4 @@
-"""`summary`: casts and states as a table, and as a flat dict for loggers."""
+"""`summary`: casts, sums and states as tables, and as a flat dict for loggers."""
 
 import dataclasses
 import itertools
@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from rich.table import Table
+from rich.console import Group
 
 from jaxfp8._table import align, rich_table
 from jaxfp8._typing import FP8StateError, Tensor
-from jaxfp8.diagnostics._collect import CastRow, Records, layer_name
+from jaxfp8.diagnostics._collect import CastRow, Records, SumRow, layer_name
 from jaxfp8.nnx._state import states_of
 from jaxfp8.state._state import MatmulState, is_state
 
@@ -112,7 +112,7 @@ def _rows(path: tuple[Any, ...], state: MatmulState) -> list[StateRow]:
 
 # Summary: rows of diagnostics as a table, and as a flat dict for loggers.
 
-_NAMES = ("layer", "tensor", "matmuls", "key")
+_NAMES = ("layer", "tensor", "matmul", "matmuls", "key", "in_use")
 
 # A share above its limit is marked in the table. Sources: NVIDIA's limit of underflow in gradients
 # (BioNeMo, FP8 Training Analyzer), and the losses of benchmarks/learning/cast_losses.py. See
@@ -120,16 +120,21 @@ _NAMES = ("layer", "tensor", "matmuls", "key")
 _ACT_ABOVE = {"saturated": 0.001, "underflowed": 0.02}
 _LIMITS = ", ".join(f"{100 * limit:g} % {name}" for name, limit in _ACT_ABOVE.items())
 _NOTE = f"act above {_LIMITS} (marked !)"
+# Casts change sums of mixed signs by about 4 %. A result in bfloat16 changes sums by up to 0.4 %.
+_MOST_OF_SUMS = 0.01
+_NOTE_OF_SUMS = f"act above {100 * _MOST_OF_SUMS:g} % lost by the accumulation in use (marked !)"
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """Rows of diagnostics. `print(summary)` shows a table, and so does `rich.print(summary)`.
 
-    The table of casts marks shares of lost values that are above what is normal.
+    The table of casts marks shares of lost values that are above what is normal. That of sums marks
+    the error of the accumulation that the matmul uses.
 
     Attributes:
       rows: `CastRow`s or `StateRow`s.
+      sums: `SumRow`s, with `collect(sums=True)`.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -141,11 +146,13 @@ class Summary:
     """
 
     rows: tuple[CastRow | StateRow, ...]
+    sums: tuple[SumRow, ...] = ()
 
     def as_dict(self) -> dict[str, float]:
         """The numbers of all rows: `{"layer/tensor/figure": number}`.
 
-        If only one matmul reads a copy of a tensor, the key is "layer/tensor/matmul/figure".
+        If only one matmul reads a copy of a tensor, the key is "layer/tensor/matmul/figure". That
+        of sums is "layer/matmul/figure".
 
         Example:
           >>> import jaxfp8 as fp8
@@ -155,22 +162,30 @@ class Summary:
         """
         return {
             f"{row.layer}/{row.key}/{field.name}": float(getattr(row, field.name))
-            for row in self.rows
+            for row in (*self.rows, *self.sums)
             for field in dataclasses.fields(row)
             if field.name not in _NAMES
         }
 
     def __str__(self) -> str:
-        return "\n".join([align(_cells(self.rows), right=()), *self._notes])
+        tables = ([align(cells, right=()), *notes] for cells, notes in self._tables)
+        return "\n\n".join(map("\n".join, tables))
 
     @property
-    def _notes(self) -> list[str]:
-        """What is normal, below a table of casts."""
-        return [_NOTE] if any(isinstance(row, CastRow) for row in self.rows) else []
+    def _tables(self) -> list[tuple[list[list[str]], list[str]]]:
+        """The cells of each table, and what is normal below them."""
+        has_casts = any(isinstance(row, CastRow) for row in self.rows)
+        tables = [(_cells(self.rows), [_NOTE] if has_casts else [])]
+        return [*tables, (_cells_of_sums(self.sums), [_NOTE_OF_SUMS])] if self.sums else tables
 
-    def __rich__(self) -> Table:
-        """The table for rich, which calls this method."""
-        return rich_table(_cells(self.rows), right=(), caption="\n".join(self._notes) or None)
+    def __rich__(self) -> Group:
+        """The tables for rich, which calls this method."""
+        return Group(
+            *(
+                rich_table(cells, right=(), caption="\n".join(notes) or None)
+                for cells, notes in self._tables
+            )
+        )
 
 
 def summary(source: Any) -> Summary:
@@ -192,7 +207,7 @@ def summary(source: Any) -> Summary:
       ['x', 'w', 'g']
     """
     if isinstance(source, Records):
-        return Summary(tuple(source.rows()))
+        return Summary(tuple(source.rows()), tuple(source.sums()))
     if isinstance(source, nnx.Module | nnx.Optimizer):
         source = states_of(source)
     return Summary(tuple(_state_rows(source)))
@@ -223,6 +238,25 @@ def _cell(row: CastRow | StateRow, title: str) -> str:
         mark = " !" if value > _ACT_ABOVE[title] else ""
         return f"{100 * value:.3g} %{mark}" if value else "0"
     return str(value) if isinstance(value, int) else f"{value:.3g}"
+
+
+def _cells_of_sums(rows: Sequence[SumRow]) -> list[list[str]]:
+    """The titles and the rows of the table of sums."""
+    titles = ["layer", "matmul", "k", "one sign", "fast", "promoted", "in use", "outputs", "calls"]
+
+    def error(row: SumRow, name: str) -> str:
+        value = getattr(row, name)
+        mark = " !" if value > _MOST_OF_SUMS and name == row.in_use else ""
+        return "-" if np.isnan(value) else f"{100 * value:.3g} %{mark}" if value else "0"
+
+    return [
+        titles,
+        *(
+            [row.layer, row.matmul, str(row.k), f"{row.one_sign:.3g}", error(row, "fast"),
+             error(row, "promoted"), row.in_use, str(row.outputs), str(row.calls)]
+            for row in rows
+        ),
+    ]  # fmt: skip
 
 
 def _range(least: float, most: float) -> str:

@@ -18,6 +18,7 @@ from jaxfp8.kernels.grouped_matmul._api import groups_product, rows_product
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.kernels.scaled_matmul._api import multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
+from jaxfp8.matmul._stats import SumStats, Watched, sum_stats
 from jaxfp8.numerics._formats import sum_dtype
 from jaxfp8.plan._backends import Backends
 from jaxfp8.plan._kernels import Kernels
@@ -147,7 +148,7 @@ class Call:
     backends: Backends = dataclasses.field(default_factory=Backends)
     prologue: AbstractPrologue | None = None  # makes x from other arrays, inside the cast kernel
     save_original: tuple[Tensor, ...] = ()  # the tensors that are residuals in high precision
-    watched: str | None = None  # the name under which casts report statistics, if they do
+    watched: Watched | None = None  # what it reports, if it does
     varying: Varying = _NOWHERE  # in this pass, without the axes that operands are gathered over
 
     def contracted(self, matmul: Matmul, tensor: Tensor) -> frozenset[str]:
@@ -190,6 +191,16 @@ class Call:
                 lhs, rhs, geometry.dimension_numbers, self.precision, out_dtype,
                 out_sharding=out_sharding,
             )  # fmt: skip
+
+    def sum_stats(self, matmul: Matmul, lhs: Operand, rhs: Operand) -> tuple[SumStats, ...]:
+        """What tensor cores lose of the sums of `multiply`; () if that is not watched."""
+        if self.watched is None or not self.watched.sums:
+            return ()
+        if not (isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor)):
+            return ()
+        if not (lhs.values.size and rhs.values.size):
+            return ()
+        return (sum_stats(matmul, lhs, rhs, self._matmul_call(matmul, self.out_dtype, None)),)
 
     def multiply_groups(
         self, matmul: Matmul, lhs: Operand, rhs: Operand, groups: Groups, out_dtype: DType

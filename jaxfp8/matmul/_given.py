@@ -16,7 +16,7 @@ from jaxfp8.kernels.grouped_matmul._groups import group_ends
 from jaxfp8.matmul._arrays import Arrays, QuantizerArrays
 from jaxfp8.matmul._call import WHOLE, Call, Places, amax_axes
 from jaxfp8.matmul._options import LayerInput, Options, check_float, fp8_precision
-from jaxfp8.matmul._stats import name_of_call
+from jaxfp8.matmul._stats import watched_call
 from jaxfp8.numerics._formats import FLOAT_DTYPES, check_out_dtype, product_dtype, sum_dtype
 from jaxfp8.plan._backends import Backends, grouped_backends, tile_rows
 from jaxfp8.plan._kernels import check_kernels
@@ -123,7 +123,7 @@ def prepare(
         backends=backends,
         prologue=how.prologue,
         save_original=how.save_original or (),
-        watched=name_of_call(how.name),
+        watched=watched_call(how.name),
     )
     quantizers = QuantizerArrays(
         known=(probe.known if probe else known_scales(own)) if own else None,

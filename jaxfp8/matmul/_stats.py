@@ -1,4 +1,4 @@
-"""Statistics of casts, and the context that watches them."""
+"""Statistics of casts and of sums, and the context that watches them."""
 
 import contextlib
 import dataclasses
@@ -7,18 +7,23 @@ import math
 import pathlib
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxfp8._check import check_type
+from jaxfp8._geometry import Geometry, OperandAxes
 from jaxfp8._quantized_tensor import QuantizedTensor
-from jaxfp8._typing import Array, Matmul, Tensor
+from jaxfp8._typing import Array, Axes, Matmul, Tensor
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._amax import magnitude
 from jaxfp8.numerics._exact import TINY, factors_of, times, widen
 from jaxfp8.numerics._formats import Format
+from jaxfp8.numerics._per_block import PerBlock, is_explicit
+from jaxfp8.numerics._tensor_cores import PROMOTED, WGMMA_K, sums_of
 
 # Statistics of one cast: how much of a tensor the format and its scales lose.
 
@@ -91,6 +96,142 @@ def _count(mask: Array) -> Array:
     return jnp.sum(mask, dtype=dtype)
 
 
+# Statistics of the sums of one matmul: how much Hopper's tensor cores would lose of them.
+#
+# The model of the tensor cores computes a sample of the result, with all of K. Every chip can do
+# so.
+#
+# Letters: B batch, M N kept axes, K contracted axes; C steps of S values along K.
+
+Accumulation: TypeAlias = Literal["fast", "promoted"]
+# At most so many matrices of a batch, rows of lhs, and columns of rhs. With a batch, the rows of
+# all its matrices count.
+_BATCH, _ROWS = 8, 64
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["one_sign", "fast", "promoted"],
+    meta_fields=["matmuls", "k", "outputs", "in_use"],
+)
+@dataclasses.dataclass(frozen=True)
+class SumStats:
+    """Statistics of the sums of one matmul. All figures are f32[], 0 if all sums are."""
+
+    one_sign: Array  # `sum |y| / sum of |products|`, over the outputs y of the sample
+    fast: Array  # `|z - y| / |y|` in the Frobenius norm; z are sums never promoted. NaN for tiles
+    promoted: Array  # the same of promoted sums
+    matmuls: tuple[Matmul, ...]  # the one that adds
+    k: int  # the length of a sum, on this device inside `jax.shard_map`
+    outputs: int  # how many are in the sample
+    in_use: Accumulation  # of this matmul
+
+
+def sum_stats(
+    matmul: Matmul, lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall
+) -> SumStats:
+    """The statistics of the sums of `call`. No operand is empty."""
+    in_tiles = lhs.granularity.in_tiles or rhs.granularity.in_tiles
+    geometry = call.geometry
+    step = _step(lhs, rhs, geometry) if in_tiles else PROMOTED
+    batch, rows, k = geometry.lhs.matrix_shape(lhs.shape)
+    _, columns, _ = geometry.rhs.matrix_shape(rhs.shape)
+    batch = min(batch, _BATCH)
+    sizes = min(rows, _ROWS // batch), min(columns, _ROWS)
+    values, scales = zip(
+        *(
+            _in_steps(*_sample(operand, axes, batch, size), step, in_tiles)
+            for operand, axes, size in zip((lhs, rhs), geometry.sides, sizes, strict=True)
+        ),
+        strict=True,
+    )
+    one_sign, fast, promoted = _losses(*values, scales if in_tiles else None)
+    return SumStats(
+        one_sign=one_sign,
+        fast=jnp.full_like(fast, jnp.nan) if in_tiles else fast,
+        promoted=promoted,
+        matmuls=(matmul,),
+        k=k,
+        outputs=batch * math.prod(sizes),
+        in_use="fast" if call.fast_accumulation and not in_tiles else "promoted",
+    )
+
+
+def _step(lhs: QuantizedTensor, rhs: QuantizedTensor, geometry: Geometry) -> int:
+    """S of operands in tiles. These are along the last contracted axis."""
+    sides = [
+        operand.granularity.along(operand.ndim)[axes.contracted[-1]]
+        for operand, axes in zip((lhs, rhs), geometry.sides, strict=True)
+        if operand.granularity.in_tiles
+    ]
+    return math.gcd(PROMOTED, *sides)
+
+
+def _sample(
+    operand: QuantizedTensor, axes: OperandAxes, batch: int, rows: int
+) -> tuple[Array, Array]:
+    """Values [B, M, contracted axes], evenly spaced, and the scale of each."""
+    kept: dict[int, np.ndarray] = {}
+    for names, count, axis in ((axes.batch, batch, 1), (axes.kept, rows, 0)):
+        shape = tuple(operand.shape[name] for name in names)
+        flat = np.linspace(0, math.prod(shape) - 1, count).round().astype(int)
+        indices = np.unravel_index(flat, shape) if shape else ()
+        kept |= {n: np.expand_dims(i, axis) for n, i in zip(names, indices, strict=True)}
+    contracted = sorted(axes.contracted)
+    order = 0, 1, *(2 + contracted.index(axis) for axis in axes.contracted)
+    zero = np.zeros((1, 1), np.int32)
+
+    def take(x: Array, sides: Axes) -> Array:
+        index = [
+            kept[axis] // sides[axis] * (size > 1) if axis in kept else slice(None)
+            for axis, size in enumerate(x.shape)
+        ]
+        whole = jax.NamedSharding(jax.typeof(x).sharding.mesh, jax.P()) if is_explicit(x) else None
+        # With an index in front, NumPy's rules put the axes of all indices there.
+        rows = x[None].at[(zero, *index)].get(mode="promise_in_bounds", out_sharding=whole)
+        return rows.transpose(order)
+
+    sides = operand.granularity.along(operand.ndim)
+    values = take(operand.values, (1,) * operand.ndim)
+    scale = take(operand.scale.reshape(operand.scale.shape or (1,) * operand.ndim), sides)
+    scale = times(jnp.ones(scale.shape), factors_of(scale))
+    inner = tuple(sides[axis] for axis in axes.contracted)
+    if max(inner) > 1:
+        scale = PerBlock((1, 1, *inner)).expand(scale, values.shape)
+    return values, jnp.broadcast_to(scale, values.shape)
+
+
+def _in_steps(values: Array, scale: Array, step: int, in_tiles: bool) -> tuple[Array, Array]:
+    """Values [B, M, C, S] with zeros to whole steps of the tensor cores, and scales [B, M, C]."""
+    if not in_tiles:  # steps go on from one contracted axis to the next
+        values = values.reshape(*values.shape[:2], -1)
+    padded = _padded(values, step)
+    padded = padded.reshape(*values.shape[:2], -1, step)
+    return _padded(padded, WGMMA_K), scale[..., ::step].reshape(*values.shape[:2], -1)
+
+
+def _padded(x: Array, multiple: int) -> Array:
+    """x with zeros at the end of the last axis, whose size becomes a multiple."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % multiple)])
+
+
+@jax.jit  # traced once for all matmuls whose samples have one shape
+def _losses(lhs: Array, rhs: Array, scales: tuple[Array, Array] | None) -> tuple[Array, ...]:
+    """`one_sign`, `fast` and `promoted` of `SumStats`, of samples [B, M, C, S] and [B, N, C, S]."""
+    exact, size, promoted, fast = jax.vmap(sums_of)(lhs, rhs, scales)
+    unit = jnp.max(jnp.abs(exact))  # so that no square leaves the range of float32
+
+    def norm(x: Array) -> Array:
+        return jnp.linalg.norm((_ratio(x, unit)).ravel())
+
+    lost = [_ratio(norm(each - exact), norm(exact)) for each in (fast, promoted)]
+    return _ratio(jnp.sum(jnp.abs(exact)), jnp.sum(size)), *lost
+
+
+def _ratio(of: Array, to: Array) -> Array:
+    return jnp.where(of == 0, 0.0, of / to)
+
+
 # Whether the casts of matmuls are watched, and how their statistics reach the host.
 #
 # The switch is a context that JAX knows (`jax.make_user_context`). Every cache of JAX has it in its
@@ -102,9 +243,19 @@ def _count(mask: Array) -> Array:
 # those of x, w and g together, in its backward pass. So `jax.checkpoint`, which runs a forward pass
 # twice, does not send them twice.
 
-Receive = Callable[[str, tuple[CastStats, ...]], None]  # of a layer; called on another thread
+Stats: TypeAlias = CastStats | SumStats
+Receive = Callable[[str, tuple[Stats, ...]], None]  # of a layer; called on another thread
 
-_watched: Any = jax.make_user_context(False)
+
+class Watched(NamedTuple):
+    """What a matmul reports, and under which name."""
+
+    layer: str
+    sums: bool  # those of sums, too
+
+
+# None, or whether statistics of sums are wanted besides those of casts.
+_watched: Any = jax.make_user_context(None)
 # A program outlives the context in which it was compiled. So it sends to whoever listens now, and
 # finds the listener here. Callbacks run on another thread, where context variables have no value.
 _listeners: list[Receive] = []
@@ -113,8 +264,11 @@ _LIBRARIES = frozenset({"jaxfp8", "jax", "flax", "functools", "contextlib"})
 
 
 @contextlib.contextmanager
-def watch_casts(receive: Receive) -> Iterator[None]:
-    """Watch the casts of all matmuls that run in this context."""
+def watch_casts(receive: Receive, *, sums: bool = False) -> Iterator[None]:
+    """Watch the casts of all matmuls that run in this context, and their sums if they are wanted.
+
+    Sums of grouped matmuls are not watched.
+    """
     if _listeners:
         raise RuntimeError(
             "fp8.diagnostics.collect() is active already, in this thread or in another. Records "
@@ -122,7 +276,7 @@ def watch_casts(receive: Receive) -> Iterator[None]:
         )
     _listeners.append(receive)
     try:
-        with _watched(True):
+        with _watched(sums):
             yield
     finally:
         try:
@@ -132,10 +286,11 @@ def watch_casts(receive: Receive) -> Iterator[None]:
             _listeners.clear()
 
 
-def name_of_call(given: str | None) -> str | None:
-    """The name of a matmul: `name=` of the call, or the line of code that calls it."""
+def watched_call(given: str | None) -> Watched | None:
+    """What a matmul reports. Its name is `name=` of the call, or the line of code that calls it."""
     check_type("name", given, str | None, "a string, for instance 'mlp/up'")
-    if not _watched.value:
+    sums = _watched.value
+    if sums is None:
         return None  # equal layers share their traces, so no name is part of the call
     frames = [
         (str(frame.f_globals.get("__name__", "")), line, frame)
@@ -148,20 +303,20 @@ def name_of_call(given: str | None) -> str | None:
         if module == "flax.core.axes_scan" and frame.f_locals.get("init_mode") is True:
             return None
     if given is not None:
-        return given
+        return Watched(given, sums)
     for module, line, frame in frames:
         if module.partition(".")[0] not in _LIBRARIES:
-            return f"{pathlib.PurePath(frame.f_code.co_filename).name}:{line}"
-    return "matmul"
+            return Watched(f"{pathlib.PurePath(frame.f_code.co_filename).name}:{line}", sums)
+    return Watched("matmul", sums)
 
 
-def send_stats(layer: str | None, statistics: tuple[CastStats, ...]) -> None:
+def send_stats(watched: Watched | None, statistics: tuple[Stats, ...]) -> None:
     """Send statistics of a layer to the host when the program runs."""
     if statistics:
-        assert layer is not None
-        jax.debug.callback(functools.partial(_deliver, layer), statistics)
+        assert watched is not None
+        jax.debug.callback(functools.partial(_deliver, watched.layer), statistics)
 
 
-def _deliver(layer: str, statistics: tuple[CastStats, ...]) -> None:
+def _deliver(layer: str, statistics: tuple[Stats, ...]) -> None:
     for receive in _listeners:
         receive(layer, statistics)

@@ -43,7 +43,7 @@ from jaxfp8.matmul._call import Call, Varying
 from jaxfp8.matmul._given import add_bias
 from jaxfp8.matmul._grouped_operands import quantize_rows, wgrad_operand
 from jaxfp8.matmul._operands import Quantized, Seen, quantize_operand
-from jaxfp8.matmul._stats import CastStats, send_stats
+from jaxfp8.matmul._stats import CastStats, Stats, send_stats
 from jaxfp8.matmul._tpu_hints import row_major, row_major_copy, weight_first
 from jaxfp8.numerics._formats import sum_dtype
 from jaxfp8.numerics._rounding import undifferentiable
@@ -71,7 +71,7 @@ class _Forward(NamedTuple):
     x: Copy | KnownAmaxes
     w: Copy | KnownAmaxes
     seen: Array | None
-    watched: tuple[CastStats, ...]
+    watched: tuple[Stats, ...]
 
 
 class _Original(NamedTuple):
@@ -123,7 +123,7 @@ def _fprop(call: Call, arrays: Arrays) -> _Forward:
         _residual(call.places.x, x, "wgrad", whole_x),
         _residual(call.places.w, w, "dgrad", whole_w),
         seen,
-        x.watched + w.watched,
+        (*x.watched, *w.watched, *_sum_stats(call, arrays.rows, "fprop", whole_x, whole_w)),
     )
 
 
@@ -169,6 +169,13 @@ def _multiply(
         result = call.multiply_groups(matmul, lhs, rhs, rows.groups, out_dtype)
         return rows.returned(matmul, result)
     return call.multiply(matmul, lhs, rhs, out_dtype, out_sharding)
+
+
+def _sum_stats(
+    call: Call, rows: Rows | None, matmul: Matmul, lhs: Operand, rhs: Operand
+) -> tuple[Stats, ...]:
+    """What is watched of the sums of `_multiply`; () for groups."""
+    return () if rows is not None else call.sum_stats(matmul, lhs, rhs)
 
 
 def _source(call: Call, arrays: Arrays) -> Source:
@@ -269,8 +276,12 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     )  # fmt: skip
     x, of_x = _read(call, "x", x, own, gradient, rows)
     w, of_w = _read(call, "w", w, own, gradient, rows)
-    send_stats(call.watched, watched + g.watched + of_x + of_w)
     dgrad, wgrad = _gathered_once(call.places.g, g.now["dgrad"], g.now["wgrad"])
+    of_sums = (
+        *_sum_stats(call, rows, "dgrad", dgrad, w),
+        *_sum_stats(call, rows, "wgrad", x, wgrad),
+    )
+    send_stats(call.watched, (*watched, *g.watched, *of_x, *of_w, *of_sums))
     axes = call.geometry.fprop.lhs, call.geometry.dgrad.lhs, call.geometry.dgrad.lhs
     x, dgrad, wgrad = map(row_major_copy, _in_turn(rows, x, dgrad, wgrad), axes)
     if types.learns_w and rows is None:  # XLA would copy the rows of experts for the barrier
