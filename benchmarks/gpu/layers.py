@@ -100,7 +100,7 @@ def contenders(chip: str) -> dict[str, Library]:
         for what, named, names in NAMED
         for name in names
     }
-    others = {"flax": rivals.flax(), "plain pattern": rivals.plain()}
+    others = {rivals.FLAX: rivals.flax(), rivals.PLAIN: rivals.plain()}
     return {BASELINE: rivals.bf16(), "delayed, settled": settled, **chosen, **others, **by_name}
 
 

@@ -1,4 +1,4 @@
-"""Who multiplies in the layers of `layers` and `steps`: bfloat16, jaxfp8, flax, and a plain pattern.
+"""Who multiplies in `layers` and `steps`: bfloat16, jaxfp8, flax, and a plain pattern.
 
 The plain pattern is what a JAX user writes without a library. It quantizes, converts back and
 multiplies in bfloat16. XLA for GPUs makes an FP8 matmul of cuBLASLt from that (NVIDIA/JAX-Toolbox,
@@ -7,7 +7,6 @@ the same array.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,11 +14,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from matmuls import bf16_options
 
 import jaxfp8 as fp8
 
+FLAX, PLAIN = "flax", "plain pattern"
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+def bf16_options(chip: str) -> dict[str, bool]:
+    """Compiler options of the baseline. It uses cuBLASLt, as FP8 per tensor does."""
+    return fp8.Kernels(chip).compiler_options(fp8.recipes.current())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,7 +129,8 @@ def flax() -> Library:
 
 
 def plain() -> Library:
-    return Library(dot=lambda x, w, state: plain_dot(x, w), value_and_grad=without_state)
+    product = plain_product(jnp.dot)
+    return Library(dot=lambda x, w, state: product(x, w), value_and_grad=without_state)
 
 
 def scale_of(amax: jax.Array, dtype: Any) -> jax.Array:
@@ -149,25 +154,28 @@ def dequantize(values: jax.Array, scale: jax.Array) -> jax.Array:
     return values.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16)
 
 
-@jax.custom_vjp
-def plain_dot(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [..., K] @ w [K, N], with x and w in E4M3 and the gradient of y in E5M2."""
-    return _forward(x, w)[0]
+def plain_product(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`product(x, w, *rest)` with x and w in E4M3, and the gradient of the result in E5M2.
 
+    It saves x and w in FP8. If it saved what it multiplies, a scan over blocks would store that in
+    bfloat16, and XLA would find no FP8 in the backward pass.
+    """
 
-def _forward(x: jax.Array, w: jax.Array) -> Any:
-    x, w = quantize(x, E4M3), quantize(w, E4M3)
-    return jnp.dot(dequantize(*x), dequantize(*w)), (x, w)
+    @jax.custom_vjp
+    def run(x: jax.Array, w: jax.Array, *rest: Any) -> jax.Array:
+        return forward(x, w, *rest)[0]
 
+    def forward(x: jax.Array, w: jax.Array, *rest: Any) -> Any:
+        x, w = quantize(x, E4M3), quantize(w, E4M3)
+        return product(dequantize(*x), dequantize(*w), *rest), (x, w, rest)
 
-def _backward(saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, w = (dequantize(*each) for each in saved)
-    g = dequantize(*quantize(g, E5M2))
-    rows = tuple(range(g.ndim - 1))
-    return jnp.dot(g, w.T), lax.dot_general(x, g, ((rows, rows), ((), ())))
+    def backward(saved: Any, g: jax.Array) -> Any:
+        x, w, rest = saved
+        _, pull = jax.vjp(lambda x, w: product(x, w, *rest), dequantize(*x), dequantize(*w))
+        return *pull(dequantize(*quantize(g, E5M2))), *[None for _ in rest]
 
-
-plain_dot.defvjp(_forward, _backward)
+    run.defvjp(forward, backward)
+    return run
 
 
 def plain_matmul(dimension_numbers: Any) -> Callable[..., jax.Array]:
@@ -175,9 +183,7 @@ def plain_matmul(dimension_numbers: Any) -> Callable[..., jax.Array]:
 
     def run(lhs: Any, rhs: Any) -> jax.Array:
         lhs, rhs = (dequantize(each.values, each.scale) for each in (lhs, rhs))
-        return lax.dot_general(
-            lhs, rhs, dimension_numbers, preferred_element_type=jnp.bfloat16
-        )
+        return lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.bfloat16)
 
     return run
 

@@ -72,9 +72,7 @@ class Stack:
 
 
 # Llama 3 8B (arXiv:2407.21783, table 3), with its 8192 tokens of a sequence (section 3.4).
-STACKS = (
-    Stack(blocks=4, sequences=2, tokens=8192, width=4096, hidden=14336, queries=32, keys=8),
-)
+STACKS = (Stack(blocks=4, sequences=2, tokens=8192, width=4096, hidden=14336, queries=32, keys=8),)
 TINY_STACKS = (Stack(blocks=2, sequences=2, tokens=128, width=128, hidden=256, queries=4, keys=2),)
 NORMS = ("attention_norm", "mlp_norm")
 
@@ -86,8 +84,8 @@ def contenders(chip: str) -> dict[str, Library]:
     return {
         BASELINE: rivals.bf16(),
         **chosen,
-        "flax": rivals.flax(),
-        "plain pattern": rivals.plain(),
+        rivals.FLAX: rivals.flax(),
+        rivals.PLAIN: rivals.plain(),
         "delayed, Pallas casts": rivals.ours(RECIPES["delayed"], chip, PALLAS_CASTS, settled=True),
     }
 
