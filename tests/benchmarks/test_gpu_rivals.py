@@ -78,6 +78,7 @@ def test_library(name):
     state = library.state()
     for _ in range(3):
         (_, y), (dx, dw), state = step((x, w), state)
+        assert jnp.isfinite(y).all()
     rows = x.reshape(-1, 128).astype(jnp.float32), g.reshape(-1, 64).astype(jnp.float32)
     check_products(
         [y.reshape(-1, 64), dx.reshape(-1, 128), dw],
