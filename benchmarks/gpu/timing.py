@@ -17,6 +17,11 @@ import numpy as np
 from case import Case, Compiled
 
 SEED = 0
+FEWEST_CARRIED = 3
+"""The fewest calls in a row of a case whose calls continue each other.
+
+A single call would not overlap with the preparation of the next one, as it does in training.
+"""
 POOL = 2**22
 """The number of random values that are drawn. Larger arrays repeat them."""
 
@@ -123,7 +128,8 @@ class Runner:
     def warm_up(self, least: float) -> None:
         """Run the program twice, and set `calls` so that the calls take about `least` seconds."""
         self.seconds(1)
-        self.calls = max(1, round(least / (self.seconds(1) * self.compiled.repetitions)))
+        fewest = FEWEST_CARRIED if self.compiled.case.carried else 1
+        self.calls = max(fewest, round(least / (self.seconds(1) * self.compiled.repetitions)))
 
 
 def copies(tree: Any) -> Any:
