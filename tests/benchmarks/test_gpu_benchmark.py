@@ -224,7 +224,7 @@ timing.chained = chained
     finished = run("--dry-run", *words, code=code)
     assert finished.returncode == 0, finished.stderr
     (row,) = rows_of(path)
-    assert (row["status"], row["calls"]) == ("ok", 3), finished.stdout  # so that there is a next one
+    assert (row["status"], row["calls"]) == ("ok", 3), finished.stdout
     lines = [line.split()[1:] for line in finished.stdout.splitlines() if "losses" in line]
     assert lines
     for first, third, again in lines:
