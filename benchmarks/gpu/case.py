@@ -80,6 +80,8 @@ class Case:
       looped: False if the work is long enough without a loop.
       inputs: takes the compiled program and `timing.Inputs`, and returns values of the arguments of
         a case without a loop. None for random arrays.
+      carried: of a case without a loop, the number of first arguments that are donated. The first
+        results replace them in the next call, as in training.
       tiny: True in a dry run, which has two sets and two turns.
     """
 
@@ -95,6 +97,7 @@ class Case:
     flops: int = 0
     looped: bool = True
     inputs: Callable[[Any, Any], Any] | None = None
+    carried: int = 0
     tiny: bool = False
 
     @property
@@ -193,7 +196,10 @@ class Compiled:
             than one kernel for each repetition.
         """
         gemms, memory = _find_gemms(self.program), self.program.memory_analysis()
-        figures: dict[str, Any] = {"fp8_gemms": len(gemms.fp8)}
+        figures: dict[str, Any] = {
+            "fp8_gemms": len(gemms.fp8),
+            "other_gemms": len(gemms.high_precision),
+        }
         if memory is not None:
             figures["argument_bytes"] = memory.argument_size_in_bytes
             figures["output_bytes"] = memory.output_size_in_bytes
@@ -240,7 +246,8 @@ def lower(case: Case, target: Target) -> tuple[Any, Any]:
         if case.looped:
             program = jax.jit(repeated(case.function, case.turns), donate_argnums=0)
             return program.lower([results] * case.sets, [arguments] * case.sets), results
-        return jax.jit(case.function).lower(*arguments), results
+        program = jax.jit(case.function, donate_argnums=tuple(range(case.carried)))
+        return program.lower(*arguments), results
 
 
 def compile(case: Case, lowered: Any, results: Any) -> Compiled:

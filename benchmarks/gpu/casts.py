@@ -1,6 +1,7 @@
 """Casts from high precision to FP8, in every granularity, by every backend.
 
-A new backend in jaxfp8's tables is automatically a contender here.
+A new backend in jaxfp8's tables is automatically a contender here. Some casts are also timed in the
+plain pattern, see `rivals.py`.
 
 Each result has the layout in which a matmul on Hopper or Blackwell reads it. A copy for the other
 direction is written transposed. Scales of tiles of 128 have the kept axis last. Scales of MXFP8
@@ -14,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import rivals
 from case import Case, nbytes
 from target import Target
 
@@ -215,18 +217,23 @@ def cases(shapes: tuple[tuple[int, int], ...], target: Target) -> Iterator[Case]
         for cast_ in (*CASTS, *BESIDES):
             arguments = cast_.arguments(shape)
             written = jax.eval_shape(cast_.by(REFERENCE), *arguments)
+            case = functools.partial(
+                Case,
+                section=SECTION,
+                group=named(shape),
+                operation=cast_.name,
+                arguments=arguments,
+                bytes=nbytes(arguments) + nbytes(written),
+            )
             for backend in cast_.backends:
                 if backend != REFERENCE:
-                    yield Case(
-                        section=SECTION,
-                        group=named(shape),
-                        operation=cast_.name,
+                    yield case(
                         contender=backend,
                         named={"casts": backend},
                         function=cast_.by(backend, target.chip),
-                        arguments=arguments,
-                        bytes=nbytes(arguments) + nbytes(written),
                     )
+            if cast_.name in rivals.CASTS:
+                yield case(contender=rivals.PLAIN, function=rivals.CASTS[cast_.name])
 
 
 def named(shape: tuple[int, ...]) -> str:

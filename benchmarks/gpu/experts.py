@@ -2,7 +2,8 @@
 
 The program computes y and the gradients of x and w. The numbers of tokens of the experts are
 uneven, and an input on the device. The baseline has it as easy as can be: in bfloat16, with the
-same number of tokens for each expert, so that one batched matmul does all of them.
+same number of tokens for each expert, so that one batched matmul does all of them. The plain
+pattern has both. flax has no layer of experts in FP8.
 """
 
 import dataclasses
@@ -14,18 +15,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rivals
 from case import Case
 from checks import BFLOAT16_ROUNDING, GPU_BOUND, Check, near, on
 from jax import lax
 from layers import ALONE, PALLAS, RECIPES
-from matmuls import bf16_options
+from rivals import bf16_options
 from target import Target
 
 import jaxfp8 as fp8
 
 SECTION = "experts"
-BASELINE = "bf16, equal sizes in a batch"
-DENSE = "bf16, jax.lax.ragged_dot"
+IN_A_BATCH, RAGGED = "equal sizes in a batch", "jax.lax.ragged_dot"
+BASELINE = f"bf16, {IN_A_BATCH}"
 MOST_DENSE_BYTES = 2**34
 """The most bytes of [E, T, K] in bfloat16, for which `jax.lax.ragged_dot` is timed.
 
@@ -86,12 +88,15 @@ def forward_and_backward(matmul: Callable[..., jax.Array]) -> Callable[..., Any]
     return run
 
 
-def in_a_batch(dot: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """The product of equal numbers of rows with each matrix, whatever the sizes are."""
+def in_a_batch(product: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """The product of equal numbers of rows with each matrix, whatever the sizes are.
+
+    `product` takes x [E, T / E, K] and w [E, K, N].
+    """
 
     def matmul(x: Any, w: Any, sizes: Any) -> jax.Array:
         del sizes
-        return jax.vmap(dot)(x.reshape(len(w), -1, x.shape[1]), w).reshape(len(x), -1)
+        return product(x.reshape(len(w), -1, x.shape[1]), w).reshape(len(x), -1)
 
     return forward_and_backward(matmul)
 
@@ -104,7 +109,9 @@ def by(recipe: fp8.Recipe, chip: str, **named: str) -> Callable[..., Any]:
 
 
 def by_dot(recipe: fp8.Recipe, chip: str) -> Callable[..., Any]:
-    return in_a_batch(lambda x, w: fp8.dot(x, w, recipe=recipe, kernels=fp8.Kernels(chip)))
+    return in_a_batch(
+        jax.vmap(lambda x, w: fp8.dot(x, w, recipe=recipe, kernels=fp8.Kernels(chip)))
+    )
 
 
 def cases(layers: tuple[Layer, ...], target: Target) -> Iterator[Case]:
@@ -114,15 +121,21 @@ def cases(layers: tuple[Layer, ...], target: Target) -> Iterator[Case]:
 
 def one_layer(layer: Layer, chip: str) -> Iterator[Case]:
     case = functools.partial(a_case, layer)
-    batch, dense = in_a_batch(jnp.dot), forward_and_backward(lax.ragged_dot)
-    yield case(contender=BASELINE, function=batch, options=bf16_options(chip))
+    batched = jax.vmap(jnp.dot)
+    by_xla = functools.partial(case, options=bf16_options(chip))
+    yield by_xla(contender=BASELINE, function=in_a_batch(batched))
+    # One scale for all experts. With one for each, XLA finds no FP8 matmul in the pattern.
+    by_hand = in_a_batch(rivals.plain_product(batched))
+    yield by_xla(contender=f"{rivals.PLAIN}, {IN_A_BATCH}", function=by_hand)
     if 2 * layer.experts * layer.tokens * layer.k <= MOST_DENSE_BYTES:
-        yield case(contender=DENSE, function=dense, options=bf16_options(chip))
+        products = {"bf16": lax.ragged_dot, rivals.PLAIN: rivals.plain_product(lax.ragged_dot)}
+        for name, product in products.items():
+            yield by_xla(contender=f"{name}, {RAGGED}", function=forward_and_backward(product))
     for name in NAMES:
         yield from one_recipe(layer, name, chip)
         options = fp8.Kernels(chip).compiler_options(RECIPES[name])
         yield case(
-            contender=f"{name}, equal sizes in a batch",
+            contender=f"{name}, {IN_A_BATCH}",
             function=by_dot(RECIPES[name], chip),
             options=options,
         )

@@ -1,19 +1,20 @@
 """The dense layers of a transformer block, forward and backward with casts, in every recipe.
 
-The baseline is bfloat16. One program has all layers. It computes y, the gradients of x and w, and
-the next state of the quantizers. Each layer has its own x and its own gradient of y, so nothing
-between the layers is timed.
+The baseline is bfloat16. Two rivals stand beside the recipes, see `rivals.py`. One program has all
+layers. It computes y, the gradients of x and w, and the next state of the quantizers. Each layer
+has its own x and its own gradient of y, so nothing between the layers is timed.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import rivals
 from case import Case
-from matmuls import bf16_options
+from rivals import Library
 from target import Target
 
 import jaxfp8 as fp8
@@ -88,25 +89,25 @@ NAMED = (
 )
 
 
-class Contender(NamedTuple):
-    """A recipe, and the arguments of `fp8.Kernels` after the chip."""
+def contenders(chip: str) -> dict[str, Library]:
+    """The baseline, recipes with the kernels that `fp8.Kernels(chip)` chooses, and rivals."""
+    settled = rivals.ours(RECIPES["delayed"], chip, {}, settled=True)
+    chosen = {name: rivals.ours(recipe, chip, {}) for name, recipe in RECIPES.items()}
+    others = {rivals.FLAX: rivals.flax(), rivals.PLAIN: rivals.plain()}
+    return {BASELINE: rivals.bf16(), "delayed, settled": settled, **chosen, **others}
 
-    recipe: fp8.Recipe
-    named: Mapping[str, str]
 
-
-def contenders() -> dict[str, Contender]:
-    """Recipes with the kernels that `fp8.Kernels(chip)` chooses, and with named kernels."""
-    chosen = {name: Contender(recipe, {}) for name, recipe in RECIPES.items()}
+def with_named_kernels(chip: str) -> dict[str, Library]:
+    """The baseline, and recipes with named kernels."""
     by_name = {
-        f"{name}, {what}": Contender(RECIPES[name], named)
+        f"{name}, {what}": rivals.ours(RECIPES[name], chip, named)
         for what, named, names in NAMED
         for name in names
     }
-    return {**chosen, **by_name}
+    return {BASELINE: rivals.bf16(), **by_name}
 
 
-def step(recipe: fp8.Recipe, chip: str, named: Mapping[str, str]) -> Callable[..., Any]:
+def step(library: Library) -> Callable[..., Any]:
     """`step(params, c, state) -> (y, gradients, state)`.
 
     `params` has (x, w) of each layer. `c` has the gradient of y of each layer.
@@ -114,25 +115,14 @@ def step(recipe: fp8.Recipe, chip: str, named: Mapping[str, str]) -> Callable[..
 
     def run(params: Any, c: Any, state: Any) -> Any:
         def loss(params: Any, state: Any) -> Any:
-            kernels = fp8.Kernels(chip, **named)
-            dot = functools.partial(fp8.dot, recipe=recipe, kernels=kernels)
-            y = [dot(x, w, state=s) for (x, w), s in zip(params, state, strict=True)]
+            y = [library.dot(x, w, s) for (x, w), s in zip(params, state, strict=True)]
             return weighted(y, c), y
 
         # The loss is not returned, so XLA does not compute it. The gradient of y is c.
-        (_, y), gradients, state = fp8.value_and_grad(loss, has_aux=True)(params, state)
+        (_, y), gradients, state = library.value_and_grad(loss, has_aux=True)(params, state)
         return y, gradients, state
 
     return run
-
-
-def bf16_step(params: Any, c: Any) -> Any:
-    def loss(params: Any) -> Any:
-        y = [jnp.dot(x, w) for x, w in params]
-        return weighted(y, c), y
-
-    (_, y), gradients = jax.value_and_grad(loss, has_aux=True)(params)
-    return y, gradients
 
 
 def weighted(y: list[jax.Array], c: list[jax.Array]) -> jax.Array:
@@ -143,40 +133,40 @@ def weighted(y: list[jax.Array], c: list[jax.Array]) -> jax.Array:
 
 
 def cases(blocks: tuple[Block, ...], target: Target) -> Iterator[Case]:
-    for block in blocks:
-        yield from one_block(block, target.chip)
+    # Named kernels are compared with a baseline of their own. So the more important contenders of
+    # all blocks come first, and a short run has them.
+    for libraries in (contenders(target.chip), with_named_kernels(target.chip)):
+        for block in blocks:
+            yield from one_block(block, target.chip, libraries)
 
 
-def one_block(block: Block, chip: str) -> Iterator[Case]:
+def one_block(block: Block, chip: str, libraries: dict[str, Library]) -> Iterator[Case]:
     params = [(_array(block.tokens, k), _array(k, n)) for k, n in block.weights]
     c = [_array(block.tokens, n) for _, n in block.weights]
     case = functools.partial(
         Case, section=SECTION, group=block.name, operation="forward and backward", looped=False,
         flops=6 * block.tokens * sum(k * n for k, n in block.weights),
     )  # fmt: skip
-    yield case(
-        contender=BASELINE, function=bf16_step, arguments=(params, c), options=bf16_options(chip)
-    )
-    for name, (recipe, named) in contenders().items():
-        one = jax.eval_shape(functools.partial(fp8.init_state, recipe))
+    for name, library in libraries.items():
+        one = jax.eval_shape(library.state)
         arguments = params, c, [one] * len(block.weights)
         yield case(
             contender=name,
-            named=named,
-            function=step(recipe, chip, named),
+            named=library.named,
+            function=step(library),
             arguments=arguments,
-            inputs=functools.partial(steady, arguments, recipe),
-            options=fp8.Kernels(chip).compiler_options(recipe),
+            inputs=functools.partial(steady, arguments, library),
+            options=library.options(chip),
         )
 
 
-def steady(arguments: Any, recipe: fp8.Recipe, program: Any, known: Any) -> Any:
+def steady(arguments: Any, library: Library, program: Any, known: Any) -> Any:
     """Values of the arguments, with the quantizer state after some steps.
 
     `known` makes random arrays.
     """
     params, c, _ = known.of(arguments)
-    state = [fp8.init_state(recipe) for _ in params]
+    state = [library.state() for _ in params]
     for _ in range(STEPS):
         state = program(params, c, state)[2]
     return params, c, state

@@ -14,8 +14,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import rivals
 from case import Case, nbytes
 from jax import lax
+from rivals import bf16_options
 from target import Target
 
 import jaxfp8 as fp8
@@ -128,11 +130,6 @@ def options(kind: Kind, chip: str) -> dict[str, bool]:
     return fp8.Kernels(chip).compiler_options(kind.recipe())
 
 
-def bf16_options(chip: str) -> dict[str, bool]:
-    """Compiler options of the baseline. It uses cuBLASLt, as FP8 per tensor does."""
-    return fp8.Kernels(chip).compiler_options(fp8.recipes.current())
-
-
 def scaled(
     operation: Operation, backend: str, chip: str, *, fast: bool = False, dtype: Any = jnp.bfloat16
 ) -> Callable[..., jax.Array]:
@@ -191,6 +188,11 @@ def one_matmul(operation: Operation, m: int, n: int, k: int, chip: str) -> Itera
         yield case("bf16, Triton allowed", bf16(operation), plain)
     for kind in kinds_of(operation):
         operands = kind.operands(operation, m, n, k)
+        if kind.name == "tensor":
+            by_hand = rivals.plain_matmul(DIMENSIONS[operation])
+            yield case(
+                f"{kind.name}, {rivals.PLAIN}", by_hand, operands, options=options(kind, chip)
+            )
         for backend in matmul.BACKENDS:
             if backend == REFERENCE:
                 continue

@@ -131,7 +131,7 @@ def timed(rows: list[dict[str, Any]]) -> list[str]:
         ),
         "peak MiB": lambda r: (
             f"{r['peak_bytes'] / 2**20:.0f}"
-            if r["section"] == "layers" and r.get("peak_bytes")
+            if r["section"] in ("layers", "steps") and r.get("peak_bytes")
             else ""
         ),
     }
@@ -203,6 +203,7 @@ TITLES = {
     "casts": "Casts",
     "matmuls": "Matmuls of operands in FP8",
     "layers": "Dense layers of a block, forward and backward, with casts",
+    "steps": "Train steps of blocks",
     "experts": "Layers of experts, forward and backward, with casts",
 }
 TABLES = {"checks": checked}

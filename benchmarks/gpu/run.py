@@ -1,4 +1,4 @@
-"""Check and time casts, matmuls, layers and experts on a GPU, in one command and eight minutes.
+"""Check and time casts, matmuls, layers, steps and experts on a GPU, in one command of 8 minutes.
 
     python benchmarks/gpu/run.py --json benchmarks/gpu/results/h200.json --markdown
 
@@ -17,7 +17,7 @@ import sys
 import threading
 from pathlib import Path
 
-SECTIONS = ("copies", "checks", "casts", "layers", "experts", "matmuls")
+SECTIONS = ("copies", "checks", "casts", "layers", "steps", "experts", "matmuls")
 CUT_OFF = 1.15
 """The watchdog ends the run after this factor times --minutes, because a kernel may hang.
 

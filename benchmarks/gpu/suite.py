@@ -17,16 +17,26 @@ import jax
 import layers
 import matmuls
 import report
+import steps
 from case import Case, Compiled
 from target import Target
 from timing import Buffers, Inputs, Runner, rounds, summary
 
 # The most important sections come first. If a section leaves time, the next one gets it.
 COPIES = "copies"
-SHARES = {COPIES: 0.05, "checks": 0.2, "casts": 0.2, "layers": 0.2, "experts": 0.15, "matmuls": 0.2}
+SHARES = {
+    COPIES: 0.05,
+    "checks": 0.2,
+    "casts": 0.2,
+    "layers": 0.2,
+    "steps": 0.2,
+    "experts": 0.15,
+    "matmuls": 0.2,
+}
 BASELINES = {
     casts.SECTION: None,
     layers.SECTION: layers.BASELINE,
+    steps.SECTION: steps.BASELINE,
     experts.SECTION: experts.BASELINE,
     matmuls.SECTION: matmuls.BASELINE,
 }
@@ -100,6 +110,8 @@ class Suite:
             yield from casts.cases(casts.TINY_SHAPES if self.tiny else casts.SHAPES, self.target)
         elif section == layers.SECTION:
             yield from layers.cases(layers.TINY_BLOCKS if self.tiny else layers.BLOCKS, self.target)
+        elif section == steps.SECTION:
+            yield from steps.cases(steps.TINY_STACKS if self.tiny else steps.STACKS, self.target)
         elif section == experts.SECTION:
             yield from experts.cases(
                 experts.TINY_LAYERS if self.tiny else experts.LAYERS, self.target

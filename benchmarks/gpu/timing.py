@@ -11,11 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from case import Case, Compiled
 
 SEED = 0
+FEWEST_CARRIED = 3
+"""The fewest calls in a row of a case whose calls continue each other.
+
+A single call would not overlap with the preparation of the next one, as it does in training.
+"""
 POOL = 2**22
 """The number of random values that are drawn. Larger arrays repeat them."""
 
@@ -39,7 +45,7 @@ class Inputs:
         ):
             self._pools[np.dtype(dtype)] = (normal * spread).astype(dtype)
         self.device = device
-        self._known: dict[Any, jax.Array] = {}
+        self._known: dict[Any, Any] = {}
 
     def sets(self, case: Case) -> list[Any]:
         """All sets of inputs of a case. No two sets share an array."""
@@ -48,6 +54,12 @@ class Inputs:
     def of(self, tree: Any, number: int = 0) -> Any:
         leaves, structure = jax.tree.flatten(tree)
         return structure.unflatten(self._array(leaf, (number, n)) for n, leaf in enumerate(leaves))
+
+    def made(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` returns, the same for every program that asks for this key."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
     def _array(self, leaf: Any, place: tuple[int, int]) -> jax.Array:
         key = (leaf.shape, leaf.dtype, place)
@@ -99,24 +111,45 @@ class Runner:
     def seconds(self, calls: int) -> float:
         """Seconds of one repetition of the work, from so many calls in a row."""
         case, program = self.compiled.case, self.compiled.program
-        if case.looped:
-            results = self.buffers.take([self.compiled.results] * case.sets)
+        if not case.looped:
+            start, results = chained(case, program, self.arguments[0], calls)
             jax.block_until_ready(results)
+            return (time.perf_counter() - start) / calls
+        results = self.buffers.take([self.compiled.results] * case.sets)
+        jax.block_until_ready(results)
         start = time.perf_counter()
         for _ in range(calls):
-            results = (
-                program(results, self.arguments) if case.looped else program(*self.arguments[0])
-            )
+            results = program(results, self.arguments)
         jax.block_until_ready(results)
         elapsed = time.perf_counter() - start
-        if case.looped:
-            self.buffers.give(results)
+        self.buffers.give(results)
         return elapsed / (calls * self.compiled.repetitions)
 
     def warm_up(self, least: float) -> None:
         """Run the program twice, and set `calls` so that the calls take about `least` seconds."""
         self.seconds(1)
-        self.calls = max(1, round(least / (self.seconds(1) * self.compiled.repetitions)))
+        fewest = FEWEST_CARRIED if self.compiled.case.carried else 1
+        self.calls = max(fewest, round(least / (self.seconds(1) * self.compiled.repetitions)))
+
+
+def copies(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
+
+
+def chained(case: Case, program: Any, arguments: Any, calls: int) -> tuple[float, Any]:
+    """The time before the first call, and the results of the last one, which may still run.
+
+    What a call donates is a copy. So the next measurement starts from the same arguments, and cases
+    can share them. There is one copy at a time, and it is made before the time starts.
+    """
+    carried, rest = copies(arguments[: case.carried]), arguments[case.carried :]
+    jax.block_until_ready(carried)
+    start = time.perf_counter()
+    for _ in range(calls):
+        results = program(*carried, *rest)
+        if case.carried:
+            carried = results[: case.carried]
+    return start, results
 
 
 def rounds(

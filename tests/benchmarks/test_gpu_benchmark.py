@@ -12,7 +12,7 @@ import pytest
 from quick_flags import flags, quick_flags
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
-SECTIONS = ["copies", "checks", "casts", "layers", "experts", "matmuls"]
+SECTIONS = ["copies", "checks", "casts", "layers", "steps", "experts", "matmuls"]
 TIMED = {"median", "quartiles", "rounds"}
 
 
@@ -62,7 +62,7 @@ def check_result(finished, path):
             assert {*row["seconds"]} == TIMED, row
             assert row["seconds"]["median"] > 0, row
             assert "gib_per_s" in row or "tflops" in row, row
-            assert ("speedup" in row) == (row["section"] in ("layers", "experts", "matmuls")), row
+            assert ("speedup" in row) == (row["section"] not in ("copies", "casts")), row
     tables = path.with_suffix(".md").read_text()
     assert tables in finished.stdout
     assert all(row["contender"] in tables for row in result["rows"])
@@ -79,6 +79,9 @@ def test_dry_run(tmp_path):
         ", 1x128 and 128x1",
         "tensor, xla",
         "tiny, forward and backward, delayed",
+        "train step, delayed",
+        "flax",
+        "256x512, rows, plain pattern",
         "experts of 40x128x256, forward and backward, b",
     ]
     rows = check_result(
@@ -90,7 +93,12 @@ def test_dry_run(tmp_path):
         ("checks", "xla", "ok"),
         ("checks", "mosaic", "skipped"),
         ("casts", "xla", "ok"),
+        ("casts", "plain pattern", "ok"),
         ("layers", "delayed", "ok"),
+        ("layers", "flax", "ok"),
+        ("steps", "delayed", "ok"),
+        ("steps", "delayed, Pallas casts", "skipped"),
+        ("steps", "flax", "ok"),
         ("experts", "blockwise", "ok"),
         ("matmuls", "tensor, xla", "ok"),
     } <= found
@@ -100,12 +108,15 @@ def test_dry_run(tmp_path):
 def test_whole_dry_run(tmp_path):
     path = tmp_path / "result.json"
     rows = check_result(run("--dry-run", "--json", path, "--markdown"), path)
-    assert {row["contender"] for row in rows if row["section"] == "layers"} >= {
-        "bf16",
-        "delayed",
-        "current",
-        "rowwise",
-    }
+    contenders = {}
+    for row in rows:
+        contenders.setdefault(row["section"], set()).add(row["contender"])
+    recipes = {"bf16", "delayed", "current", "rowwise", "flax", "plain pattern"}
+    assert contenders["layers"] >= recipes
+    assert contenders["steps"] >= recipes
+    assert "plain pattern" in contenders["casts"]
+    assert "tensor, plain pattern" in contenders["matmuls"]
+    assert "plain pattern, jax.lax.ragged_dot" in contenders["experts"]
 
 
 @pytest.mark.slow
@@ -179,6 +190,46 @@ def test_compiles_for(chip, tmp_path):
     assert (("matmuls", "tiles of 128, cudnn") in compiled) == (chip == "b200")
     if chip == "b200":
         assert compiled["matmuls", "tiles of 128, cudnn"]["fp8_gemms"] == 1
+
+
+@pytest.mark.deviceless
+def test_train_steps_multiply_in_fp8(tmp_path):
+    """All matmuls of a block, 3 for each of its 4 layers. Attention has none outside of cuDNN."""
+    path = tmp_path / "result.json"
+    names = ["bf16", "delayed", "flax", "plain pattern"]
+    matches = [f"--match=tokens, train step, {name}" for name in names]
+    finished = run("--compile-only=h200", "--sections=steps", "--json", path, *matches)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    found = {row["contender"]: (row["fp8_gemms"], row["other_gemms"]) for row in rows_of(path)}
+    found.pop("delayed, Pallas casts", None)  # not before jax 0.11
+    assert found.pop("bf16") == (0, 12)
+    assert found == dict.fromkeys(names[1:], (12, 0))
+
+
+@pytest.mark.slow
+def test_each_call_of_a_train_step_continues_the_one_before(tmp_path):
+    """The loss of 3 calls falls. The next measurement starts from the same weights."""
+    path = tmp_path / "result.json"
+    code = """
+import os; os.environ["JAX_PLATFORMS"] = "cpu"
+import timing
+real = timing.chained
+def chained(case, program, arguments, calls):
+    losses = [float(real(case, program, arguments, n)[1][3]) for n in (1, 3, 1)]
+    print("losses", *losses)
+    return real(case, program, arguments, calls)
+timing.chained = chained
+"""
+    words = ["--sections=steps", "--match=train step, bf16", "--json", path]
+    finished = run("--dry-run", *words, code=code)
+    assert finished.returncode == 0, finished.stderr
+    (row,) = rows_of(path)
+    assert (row["status"], row["calls"]) == ("ok", 3), finished.stdout
+    lines = [line.split()[1:] for line in finished.stdout.splitlines() if "losses" in line]
+    assert lines
+    for first, third, again in lines:
+        assert float(third) < float(first) - 0.01
+        assert again == first
 
 
 @pytest.mark.deviceless

@@ -54,14 +54,14 @@ def rms_norm(h: Any, scale: Any) -> Any:
     return wide.astype(h.dtype) * scale
 
 
-def attention(qkv: Any, how: str) -> Any:
-    """[B, T, heads] -> [B, T, query heads], causal.
+def attention(qkv: Any, how: str, queries: int = QUERIES, keys: int = KEYS) -> Any:
+    """[B, T, heads] -> [B, T, query heads], causal. `keys` heads of keys and as many of values.
 
     `how`: "blocks" of queries one after the other, or an `implementation` of
     `jax.nn.dot_product_attention`.
     """
-    heads = qkv.reshape(*qkv.shape[:2], -1, HEAD)
-    q, k, v = jnp.split(heads, [QUERIES, QUERIES + KEYS], axis=2)
+    heads = qkv.reshape(*qkv.shape[:2], queries + 2 * keys, -1)
+    q, k, v = jnp.split(heads, [queries, queries + keys], axis=2)
     if how != "blocks":
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=how)
         return y.reshape(*qkv.shape[:2], -1)
@@ -72,7 +72,7 @@ def attention(qkv: Any, how: str) -> Any:
         mask = (lax.iota(jnp.int32, T)[None] <= here[:, None])[None, None]
         return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="xla")
 
-    q = jnp.moveaxis(q.reshape(q.shape[0], -1, CHUNK, QUERIES, HEAD), 1, 0)
+    q = jnp.moveaxis(q.reshape(q.shape[0], -1, CHUNK, *q.shape[2:]), 1, 0)
     firsts = lax.iota(jnp.int32, q.shape[0]) * CHUNK
     y = lax.map(lambda of: block(*of), (q, firsts))
     return jnp.moveaxis(y, 0, 1).reshape(*qkv.shape[:2], -1)
