@@ -126,13 +126,21 @@ def tiled(name, fast=False):
 
 @needs_mosaic
 @pytest.mark.parametrize("rhs_tile", [(128, 128), (128, 1)], ids=["square", "columns"])
-@pytest.mark.parametrize("name", [name for name in tilings() if name != "wide"])
+@pytest.mark.parametrize(
+    "name",
+    [  # tests/silicon has the bits of those of the table
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("high", "broad")))
+        for name in tilings()
+        if name != "wide"
+    ],
+)
 def test_every_tiling_has_the_exact_bits(name, rhs_tile):
     lhs, rhs = integers(0, (264, 384), (1, 128)), integers(1, (384, 200), rhs_tile)
     np.testing.assert_array_equal(interpreted(tiled(name), lhs, rhs), product(lhs, rhs))
 
 
 @needs_mosaic
+@pytest.mark.slow  # tests/silicon has faults of all kinds
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_wrong_scale_shows(side):
     operands = tensors(((M, K), (K, N)), ((1, 128), (128, 128)), "float32")
