@@ -14,12 +14,15 @@ import casts
 import checks
 import experts
 import jax
+import jax.numpy as jnp
 import layers
 import matmuls
 import report
 from case import Case, Compiled
 from target import Target
 from timing import Buffers, Inputs, Runner, rounds, summary
+
+from jaxfp8.kernels._dispatch import recorded
 
 # The most important sections come first. If a section leaves time, the next one gets it.
 COPIES = "copies"
@@ -30,6 +33,14 @@ BASELINES = {
     experts.SECTION: experts.BASELINE,
     matmuls.SECTION: matmuls.BASELINE,
 }
+CHOSEN = (casts.SECTION, matmuls.SECTION)
+"""The sections whose cases name a backend. Their rows say which one is chosen by itself."""
+CHECKED_FIRST = {
+    f"{casts.named(checks.CAST_SHAPES[0][0])} bfloat16",
+    f"{casts.named(checks.MATMUL_SHAPE)} bfloat16",
+    experts.CHECKED[0].name,
+}
+"""The groups of checks that stand for the others, if there is no time to compile all of them."""
 LEAST_SECONDS = 0.02
 """The least time of the calls that are timed together.
 
@@ -56,6 +67,9 @@ class Suite:
       tiny: True for the smallest shapes, with one call of each program.
       match: texts. A case is left out unless its name contains one of them.
       compile_only: True if no program runs.
+      important: True or False while only important or only other cases are compiled.
+      first: the first group of each section.
+      choices: the backend that `fp8.Kernels` choose for each operation and its arguments.
     """
 
     target: Target
@@ -67,27 +81,37 @@ class Suite:
     match: tuple[str, ...] = ()
     compile_only: bool = False
     start: float = dataclasses.field(default_factory=time.perf_counter)
+    important: bool | None = None
+    first: dict[str, str] = dataclasses.field(default_factory=dict)
+    choices: dict[Any, str] = dataclasses.field(default_factory=dict)
 
     def run(self, sections: Iterable[str]) -> None:
         sections = [name for name in SHARES if name in set(sections)]
-        used = 0.0
         threads = concurrent.futures.ThreadPoolExecutor
         with (
             threads(min(os.cpu_count() or 1, MOST_THREADS)) as self.pool,
             threads(1) as self.one_by_one,
         ):
-            for section in sections:
-                used += SHARES[section]
-                self.deadline = self.start + 60 * self.minutes * used / sum(
-                    SHARES[name] for name in sections
-                )
-                began = time.perf_counter()
-                if section == checks.SECTION:
-                    self.check()
-                else:
-                    self.time(self.cases(section))
-                self.result["section_seconds"][section] = round(time.perf_counter() - began, 1)
-                self.write()
+            # A rehearsal compiles the important cases of all sections first.
+            for important in (True, False) if self.compile_only else (None,):
+                self.important = important
+                self.run_sections(sections)
+
+    def run_sections(self, sections: list[str]) -> None:
+        used, seconds = 0.0, self.result["section_seconds"]
+        begin = time.perf_counter()
+        left = self.start + 60 * self.minutes - begin
+        for section in sections:
+            used += SHARES[section] / sum(SHARES[name] for name in sections)
+            self.deadline = begin + left * (1.0 if self.important else used)
+            began = time.perf_counter()
+            if section == checks.SECTION:
+                self.check()
+            else:
+                self.time(self.cases(section))
+            took = time.perf_counter() - began
+            seconds[section] = round(seconds.get(section, 0.0) + took, 1)
+            self.write()
 
     def cases(self, section: str) -> Iterator[Case]:
         return (dataclasses.replace(case, tiny=self.tiny) for case in self.all_cases(section))
@@ -133,7 +157,7 @@ class Suite:
                 found = {"error": report.one_line(error)}
             reason = found.pop("error", None)
             self.add(compiled.case, "failed" if reason else "ok", reason, **found)
-        self.write()
+            self.write()  # now, because the next kernel may hang
 
     # Timing
 
@@ -238,12 +262,23 @@ class Suite:
             return None
         if self.compile_only:
             self.add(case, "compiled", None, **self.read[case])
+            self.write()
         return compiled
 
     # The result
 
     def wanted(self, case: Case) -> bool:
+        if self.important is not None and self.important != self.is_important(case):
+            return False
         return not self.match or any(part in case.name for part in self.match)
+
+    def is_important(self, case: Case) -> bool:
+        """Whether it is of the first shape. Of layers, a named backend is less important."""
+        if case.section == checks.SECTION:
+            return case.group in CHECKED_FIRST
+        by_backend = case.section in (casts.SECTION, matmuls.SECTION)
+        is_first = case.group == self.first.setdefault(case.section, case.group)
+        return is_first and (by_backend or not case.named)
 
     def late(self) -> bool:
         return time.perf_counter() > self.deadline
@@ -256,11 +291,30 @@ class Suite:
             "contender": case.contender,
         }
         row |= {"status": status} | ({"reason": reason} if reason else {}) | figures
+        row |= {"named": dict(case.named)} if case.named else {}
+        if case.section in CHOSEN and case.named and status in ("ok", "compiled"):
+            row["chosen"] = self.chosen(case)
         self.result["rows"].append(row)
         short = reason or (
             "" if "seconds" not in row else f"{row['seconds']['median'] * 1e6:.1f} us"
         )
         print(f"{status:8} {case.name}  {short}", flush=True)
+
+    def chosen(self, case: Case) -> str:
+        """The backend that `fp8.Kernels(chip)` chooses for this cast or matmul by itself."""
+        leaves, structure = jax.tree.flatten(case.arguments)
+        key = case.operation, structure, *leaves
+        if key not in self.choices:
+            if case.section == casts.SECTION:
+                ways = {way.name: way for way in (*casts.CASTS, *casts.BESIDES)}
+                run = ways[case.operation].by(None, self.target.chip)
+            else:
+                dtype = jnp.bfloat16 if len(case.arguments) == 2 else jnp.float32
+                run = matmuls.scaled(case.operation, None, self.target.chip, dtype=dtype)
+            with self.target.context(), recorded() as ran:
+                jax.eval_shape(run, *case.arguments)
+            self.choices[key] = ran[-1].backend
+        return self.choices[key]
 
     def write(self) -> None:
         self.result["seconds"] = round(time.perf_counter() - self.start, 1)
