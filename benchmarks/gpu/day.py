@@ -4,8 +4,7 @@
 
 The same command again continues after the parts that are done. The report is `gpu_day/report.md`.
 Two rehearsals run without a GPU: --dry-run, and --compile-only h100,h200,b200. benchmarks/README.md
-says what the parts are. The exit status is 4 if parts are left, 3 if a part was cut off or crashed,
-and 1 if a part found faults.
+says what the parts are, and what the exit status means.
 
 Needs: a GPU; with `--compile-only` the wheels of jax[cuda13]; with `--dry-run` nothing.
 """
@@ -37,7 +36,7 @@ from day_parts import CRASHED, CUT, FAULTS, ROOT, Ending, Part, write
 FOLDER = "gpu_day"
 CACHE = "cache"
 """The only folder inside of the folder. `cp gpu_day/*.*` leaves it out."""
-UNFINISHED, BROKEN, WRONG = 4, 3, 1
+UNFINISHED, BROKEN, REFUSED, WRONG = 4, 3, 2, 1  # exit statuses
 GIVE_UP = 10
 """Seconds to wait for a process that was killed. The driver may hold it for ever."""
 
@@ -91,20 +90,28 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+class RefusedError(Exception):
+    """A call that cannot do what it is asked. Nothing has run."""
+
+
 def main(words: Sequence[str] | None = None) -> int:
+    started = time.monotonic()
     arguments = parse(words)
     folder = arguments.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    if arguments.report_only:
-        day_report.write(folder)
-        return 0
-    started = time.monotonic()
-    state = load(folder, arguments.mode)
-    if arguments.again:
-        for part in arguments.table:
-            state["parts"].pop(part.name, None)
-    left = [part for part in arguments.table if part.name not in state["parts"]]
-    check(left, 60 * arguments.minutes)
+    try:
+        if arguments.report_only:
+            day_report.write(folder)
+            return 0
+        folder.mkdir(parents=True, exist_ok=True)
+        state = load(folder, arguments.mode)
+        if arguments.again:
+            for part in arguments.table:
+                state["parts"].pop(part.name, None)
+        left = [part for part in arguments.table if part.name not in state["parts"]]
+        check(left, 60 * arguments.minutes)
+    except (RefusedError, day_report.NoResultsError) as error:
+        print(error, file=sys.stderr)
+        return REFUSED
     # A SIGTERM must reach the `finally` that kills a part's processes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     run.prefer_ptxas_of_wheels()
@@ -138,7 +145,7 @@ def load(folder: Path, mode: str) -> dict[str, Any]:
         return {"mode": mode, "parts": {}}
     state = json.loads(path.read_text())
     if state["mode"] != mode:
-        raise SystemExit(
+        raise RefusedError(
             f"{folder} has results of the mode {state['mode']!r}, but this call has the mode "
             f"{mode!r}. Name another folder by --folder."
         )
@@ -149,7 +156,7 @@ def check(parts: Sequence[Part], seconds: float) -> None:
     """Ends the call if a part can never run, before time of a GPU is spent."""
     for part in parts:
         if part.script is not None and not (ROOT / part.script).exists():
-            raise SystemExit(
+            raise RefusedError(
                 f"the part {part.name!r} needs {part.script}, which does not exist. Name the other "
                 "parts by --parts."
             )
@@ -157,12 +164,12 @@ def check(parts: Sequence[Part], seconds: float) -> None:
         if part.script == day_parts.RUN and (
             unknown := {*words["--sections"].split(",")} - {*run.SECTIONS}
         ):
-            raise SystemExit(
+            raise RefusedError(
                 f"the part {part.name!r} needs sections {sorted(unknown)}, which run.py does not "
                 "have. Name the other parts by --parts."
             )
         if part.seconds > seconds:
-            raise SystemExit(
+            raise RefusedError(
                 f"the part {part.name!r} may take {part.seconds:.0f} s, but --minutes allows "
                 f"{seconds:.0f} s. Write a larger --minutes, or name the other parts by --parts."
             )

@@ -44,11 +44,15 @@ class Files(NamedTuple):
     timings: dict[str, dict[str, Any]]
 
 
+class NoResultsError(Exception):
+    """A folder without results."""
+
+
 def read(folder: Path) -> Files:
     """Reads a folder.
 
     Raises:
-      SystemExit: if there is no result in it.
+      NoResultsError: if there is no result in it.
     """
     files = Files({}, {}, {})
     for path in sorted(folder.glob("*.json")):
@@ -63,7 +67,9 @@ def read(folder: Path) -> Files:
         elif all("status" in row for row in content.get("rows", ({},))):
             files.results[path.stem] = content
     if not (files.state or files.results or files.timings):
-        raise SystemExit(f"{folder} has no results in JSON. Name the folder of a run by --folder.")
+        raise NoResultsError(
+            f"{folder} has no results in JSON. Name the folder of a run by --folder."
+        )
     # The order in which the parts ran.
     order = {name: number for number, name in enumerate(files.state.get("parts", ()))}
     names = sorted(files.results, key=lambda name: (order.get(name, len(order)), name))
@@ -207,22 +213,28 @@ def kernel(row: Row) -> str:
 
 
 def left_out(results: Mapping[str, Any]) -> Iterator[str]:
+    """The cases without time, by their group, and the tests that were skipped, by the reason."""
     for name, result in results.items():
-        groups: dict[tuple[str, str], list[Row]] = {}
+        groups: dict[str, list[Row]] = {}
         for row in result["rows"]:
-            key = row.get("section", ""), row.get("group") or row.get("shape", "")
-            groups.setdefault(key, []).append(row)
-        for (section, group), rows in groups.items():
-            cases = [
-                ", ".join(row[n] for n in ("operation", "contender", "recipe", "step") if n in row)
-                for row in rows
-                if row.get("reason") == "no time left"
-            ]
-            if cases:
-                where = ", ".join(filter(None, (name, section, group)))
-                # A row with another reason cannot run there, so it is not left out.
-                all_ = not any(row["status"] in ("ok", "compiled", "failed") for row in rows)
-                yield f"- {where}: {'all' if all_ else '; '.join(cases)} ({len(cases)} cases)"
+            words = row.get("section"), row.get("group") or row.get("shape")
+            place = ", ".join(filter(None, words)) or f"{row.get('reason')}"
+            groups.setdefault(place, []).append(row)
+        for place, rows in groups.items():
+            late = [row for row in rows if row.get("reason") == "no time left" or "test" in row]
+            late = [row for row in late if row["status"] == "skipped"]
+            # A row with another reason cannot run there, so it is not left out.
+            if any(row["status"] != "skipped" for row in rows):
+                operations = {row.get("operation") for row in rows}
+                which = WHICH if len(operations) > 1 else WHICH[1:]
+                names = "; ".join(", ".join(filter(None, map(row.get, which))) for row in late)
+            else:
+                names = "all"
+            if late:
+                yield f"- {name}, {place}: {names} ({len(late)})"
+
+
+WHICH = ("operation", "contender", "recipe", "step")
 
 
 # Marks
@@ -293,11 +305,12 @@ def layer_marks(results: Mapping[str, Any]) -> Iterator[Row]:
     for section, wanted in (("layers", LAYER_MARKS), ("experts", experts)):
         for name, result in results.items():
             for row in timed(result, section):
-                if row["contender"] in wanted and "speedup" in row:
+                recipe = row["contender"].removesuffix(", settled")
+                if recipe in wanted and "speedup" in row:
                     yield {
                         "what": f"{section}, {row['group']}, {row['contender']}, of bf16",
                         "by": "chosen",
-                        "mark": wanted[row["contender"]],
+                        "mark": wanted[recipe],
                         "found": row["speedup"]["median"],
                         "file": name,
                     }

@@ -67,7 +67,8 @@ class Suite:
       tiny: True for the smallest shapes, with one call of each program.
       match: texts. A case is left out unless its name contains one of them.
       compile_only: True if no program runs.
-      important: True or False while only important or only other cases are compiled.
+      important: True while only the important cases are compiled, and False while the others are.
+      postponed: names of important cases for which the first pass had no time.
       first: the first group of each section.
       choices: the backend that `fp8.Kernels` choose for each operation and its arguments.
     """
@@ -82,6 +83,7 @@ class Suite:
     compile_only: bool = False
     start: float = dataclasses.field(default_factory=time.perf_counter)
     important: bool | None = None
+    postponed: set[str] = dataclasses.field(default_factory=set)
     first: dict[str, str] = dataclasses.field(default_factory=dict)
     choices: dict[Any, str] = dataclasses.field(default_factory=dict)
 
@@ -103,7 +105,7 @@ class Suite:
         left = self.start + 60 * self.minutes - begin
         for section in sections:
             used += SHARES[section] / sum(SHARES[name] for name in sections)
-            self.deadline = begin + left * (1.0 if self.important else used)
+            self.deadline = begin + left * used
             began = time.perf_counter()
             if section == checks.SECTION:
                 self.check()
@@ -229,9 +231,11 @@ class Suite:
         self.read: dict[Case, dict[str, Any]] = {}
         futures: dict[Case, concurrent.futures.Future] = {}
         for case in filter(self.wanted, cases):
-            reason = case.why_not(self.target) or ("no time left" if self.late() else None)
-            if reason:
+            if reason := case.why_not(self.target):
                 self.add(case, "skipped", reason)
+                continue
+            if self.late():
+                self.leave_out(case)
                 continue
             try:
                 lowered, results = programs.lower(case, self.target)
@@ -249,7 +253,7 @@ class Suite:
     def finished(self, case: Case, future: concurrent.futures.Future) -> Compiled | None:
         """Wait for a program, and check it. None if it is skipped or fails."""
         if self.late() and future.cancel():
-            self.add(case, "skipped", "no time left")
+            self.leave_out(case)
             return None
         try:
             compiled = future.result()
@@ -268,17 +272,32 @@ class Suite:
     # The result
 
     def wanted(self, case: Case) -> bool:
-        if self.important is not None and self.important != self.is_important(case):
-            return False
+        if self.important is not None:
+            first = self.is_important(case) and case.name not in self.postponed
+            if self.important != first:
+                return False
         return not self.match or any(part in case.name for part in self.match)
 
     def is_important(self, case: Case) -> bool:
-        """Whether it is of the first shape. Of layers, a named backend is less important."""
-        if case.section == checks.SECTION:
-            return case.group in CHECKED_FIRST
-        by_backend = case.section in (casts.SECTION, matmuls.SECTION)
-        is_first = case.group == self.first.setdefault(case.section, case.group)
-        return is_first and (by_backend or not case.named)
+        """Whether a rehearsal compiles it first.
+
+        It is of the first shape. Where cases name a backend it is a kernel. Elsewhere it has the
+        kernels that are chosen.
+        """
+        groups = (
+            CHECKED_FIRST
+            if case.section == checks.SECTION
+            else {self.first.setdefault(case.section, case.group)}
+        )
+        by_backend = case.section in (checks.SECTION, *CHOSEN)
+        by_kernel = bool({*case.named.values()} - programs.PORTABLE)
+        return case.group in groups and (not case.named or (by_backend and by_kernel))
+
+    def leave_out(self, case: Case) -> None:
+        if self.important:
+            self.postponed.add(case.name)
+        else:
+            self.add(case, "skipped", "no time left")
 
     def late(self) -> bool:
         return time.perf_counter() > self.deadline
