@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import day_parts
 import day_report
 import run
-from day_parts import CRASHED, CUT, FAULTS, ROOT, Ending, Part, write
+from day_parts import CRASHED, CUT, FAULTS, ROOT, Ending, NoResultsError, Part, write
 
 # This process never imports jax: it must end in time, whatever a GPU does.
 FOLDER = "gpu_day"
@@ -109,7 +109,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 state["parts"].pop(part.name, None)
         left = [part for part in arguments.table if part.name not in state["parts"]]
         check(left, 60 * arguments.minutes)
-    except (RefusedError, day_report.NoResultsError) as error:
+    except (RefusedError, NoResultsError) as error:
         print(error, file=sys.stderr)
         return REFUSED
     # A SIGTERM must reach the `finally` that kills a part's processes.

@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from run import CUT_OFF
 
@@ -250,3 +250,52 @@ def keep_old(part: Part, folder: Path) -> None:
         if path.exists():
             number = next(n for n in itertools.count(1) if not Path(f"{path}.{n}").exists())
             path.rename(f"{path}.{number}")
+
+
+# What a folder has
+
+
+class Files(NamedTuple):
+    """What a folder has.
+
+    Attributes:
+      state: the content of `day.json`.
+      results: the content of each file that has rows, by the name of the file.
+      timings: the content of each file of `fp8.plan.Timings`.
+    """
+
+    state: dict[str, Any]
+    results: dict[str, dict[str, Any]]
+    timings: dict[str, dict[str, Any]]
+
+
+class NoResultsError(Exception):
+    """A folder without results."""
+
+
+def read(folder: Path) -> Files:
+    """Reads a folder.
+
+    Raises:
+      NoResultsError: if there is no result in it.
+    """
+    files = Files({}, {}, {})
+    for path in sorted(folder.glob("*.json")):
+        try:
+            content = json.loads(path.read_text())
+        except ValueError as error:
+            content = {"rows": [{"status": "failed", "file": path.name, "reason": str(error)}]}
+        if path.name == "day.json":
+            files.state.update(content)
+        elif "schema" in content and "times" in content:
+            files.timings[path.stem] = content
+        elif all("status" in row for row in content.get("rows", ({},))):
+            files.results[path.stem] = content
+    if not (files.state or files.results or files.timings):
+        raise NoResultsError(
+            f"{folder} has no results in JSON. Name the folder of a run by --folder."
+        )
+    # The order in which the parts ran.
+    order = {name: number for number, name in enumerate(files.state.get("parts", ()))}
+    names = sorted(files.results, key=lambda name: (order.get(name, len(order)), name))
+    return files._replace(results={name: files.results[name] for name in names})

@@ -3,11 +3,12 @@
 It says what did not hold, which marks are met, and which automatic choices of kernels must change.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from day_parts import CRASHED, CUT, Files, read
 
 Row = dict[str, Any]
 # The marks. `docs/results.md` compares them with the first H200.
@@ -17,6 +18,7 @@ BOTH_WAYS = re.compile(r"\b1x(\d+) and \1x1\b")
 MATMUL_MARK, CUBLASLT = 0.85, "tensor, xla"  # XLA calls cuBLASLt for scales of tensors
 LAYER_MARKS = {"delayed": 1.75, "current": 1.65, "rowwise": 1.5, "blockwise": 1.55}
 EXPERTS_MARK = 1.6
+BY_BACKEND = ("casts", "matmuls")  # all their cases name a backend, also that of the choice
 BACKENDS = ("xla", "mosaic", "triton", "cudnn")
 NAMED = {
     "XLA alone": {"casts": "xla", "matmuls": "xla"},
@@ -28,52 +30,6 @@ LEAST_ROUNDS = 3
 """Quartiles of fewer rounds say nothing."""
 MOST_LINES = 60
 """The most lines of a list. A chip on which nothing runs has hundreds of failed tests."""
-
-
-class Files(NamedTuple):
-    """What a folder has.
-
-    Attributes:
-      state: the content of `day.json`.
-      results: the content of each file that has rows, by the name of the file.
-      timings: the content of each file of `fp8.plan.Timings`.
-    """
-
-    state: dict[str, Any]
-    results: dict[str, dict[str, Any]]
-    timings: dict[str, dict[str, Any]]
-
-
-class NoResultsError(Exception):
-    """A folder without results."""
-
-
-def read(folder: Path) -> Files:
-    """Reads a folder.
-
-    Raises:
-      NoResultsError: if there is no result in it.
-    """
-    files = Files({}, {}, {})
-    for path in sorted(folder.glob("*.json")):
-        try:
-            content = json.loads(path.read_text())
-        except ValueError as error:
-            content = {"rows": [{"status": "failed", "file": path.name, "reason": str(error)}]}
-        if path.name == "day.json":
-            files.state.update(content)
-        elif "schema" in content and "times" in content:
-            files.timings[path.stem] = content
-        elif all("status" in row for row in content.get("rows", ({},))):
-            files.results[path.stem] = content
-    if not (files.state or files.results or files.timings):
-        raise NoResultsError(
-            f"{folder} has no results in JSON. Name the folder of a run by --folder."
-        )
-    # The order in which the parts ran.
-    order = {name: number for number, name in enumerate(files.state.get("parts", ()))}
-    names = sorted(files.results, key=lambda name: (order.get(name, len(order)), name))
-    return files._replace(results={name: files.results[name] for name in names})
 
 
 def write(folder: Path) -> None:
@@ -106,7 +62,8 @@ def machine(files: Files) -> Iterator[str]:
         yield ""
     commits: dict[str, list[str]] = {}
     for result in files.results.values():
-        if what := result.get("machine"):
+        what = result.get("machine") or {}
+        if "versions" in what:
             gpu = {n: value for n, value in (what.get("gpu") or {}).items() if n != "name"}
             figures, versions = (
                 ", ".join(f"{name} {value}" for name, value in each.items())
@@ -149,9 +106,9 @@ def faults(files: Files) -> Iterator[str]:
 def broken_parts(files: Files) -> Iterator[str]:
     known = files.state.get("parts", {})
     for name, part in known.items():
-        if part["outcome"] == "cut off":
+        if part["outcome"] == CUT:
             yield f"- the part `{name}` was cut off after {part['seconds']:.0f} s"
-        if part["outcome"] == "crashed":
+        if part["outcome"] == CRASHED:
             yield f"- the part `{name}` crashed with the exit status {part['status']}: `{name}.log`"
     for name, result in files.results.items():
         if name not in known and result.get("finished") not in ("Finished", True):
@@ -203,13 +160,8 @@ def failed_checks(results: Mapping[str, Any]) -> list[Row]:
 
 def kernel(row: Row) -> str:
     """What a check names. Without names `fp8.Kernels(chip)` chooses the kernels."""
-    if named := named_of(row):
-        return f"{written(named)} ({row['contender']})"
-    if row["contender"] in BACKENDS:
-        return f'casts="{row["contender"]}"'
-    if (split := by_backend(row)) is not None:
-        return f'matmuls="{split[1]}" ({row["contender"]})'
-    return f"the choice of `{row['contender']}`"
+    named = written(named_of(row))
+    return f"{named} ({row['contender']})" if named else f"the choice of `{row['contender']}`"
 
 
 def left_out(results: Mapping[str, Any]) -> Iterator[str]:
@@ -221,9 +173,9 @@ def left_out(results: Mapping[str, Any]) -> Iterator[str]:
             place = ", ".join(filter(None, words)) or f"{row.get('reason')}"
             groups.setdefault(place, []).append(row)
         for place, rows in groups.items():
-            late = [row for row in rows if row.get("reason") == "no time left" or "test" in row]
-            late = [row for row in late if row["status"] == "skipped"]
-            # A row with another reason cannot run there, so it is not left out.
+            skipped = [row for row in rows if row["status"] == "skipped"]
+            # A case with another reason cannot run there, so it is not left out.
+            late = [row for row in skipped if row.get("reason") == "no time left" or "test" in row]
             if any(row["status"] != "skipped" for row in rows):
                 operations = {row.get("operation") for row in rows}
                 which = WHICH if len(operations) > 1 else WHICH[1:]
@@ -269,7 +221,7 @@ def cast_marks(results: Mapping[str, Any]) -> Iterator[Row]:
             if not rows or rows[0]["group"] == row["group"]:
                 rows.append(row)
         for operation, rows in largest.items():
-            chosen = [row for row in rows if row.get("chosen") == row["contender"]]
+            chosen = [*filter(is_chosen, rows)]
             best = min(chosen or rows, key=median)
             yield {
                 "what": f"cast {operation}, {best['group']}, of the copy",
@@ -345,57 +297,44 @@ def choices(results: Mapping[str, Any]) -> Iterator[str]:
     if not changes:
         yield "None that the quartiles of these files show."
     yield from (f"{key}: {', '.join(gains)}" for key, gains in changes.items())
-    if few:
-        yield from ("", f"Timed in less than {LEAST_ROUNDS} rounds, which decides nothing:", "")
-        yield from few
-    if unknown:
-        yield from (
-            "",
-            "These files do not say which backend is chosen. All, with their times:",
-            "",
-        )
-        yield from unknown
+    for lines, heading in (
+        (few, f"Timed in less than {LEAST_ROUNDS} rounds, which decides nothing:"),
+        (unknown, "The files do not have the choice. All that were timed:"),
+    ):
+        if lines:
+            yield from ("", heading, "", *lines)
 
 
 def rivals(result: Mapping[str, Any]) -> Iterator[tuple[str, str, Row | None, list[Row]]]:
     """Yields (what, its shape, the row of the automatic choice, the rows that name others).
 
-    The row is None if a file does not have the choice. All rows are of one run and one group,
-    so they were timed alternately.
+    The row is None if a file does not have the choice. All rows are of one run and one group, so
+    they were timed alternately.
     """
-    for section in ("casts", "matmuls"):
-        same: dict[tuple[str, ...], list[Row]] = {}
-        for row in timed(result, section):
-            split = (row["operation"], row["contender"])
-            if section == "matmuls":
-                if (found := by_backend(row)) is None:
-                    continue
-                split = (f"{row['operation']}, {found[0]}", found[1])
-            if split[1] in BACKENDS:
-                same.setdefault((row["group"], split[0]), []).append(row)
-        for (group, what), rows in same.items():
-            if len(rows) > 1:
-                chosen = [row for row in rows if row.get("chosen") in (*named_of(row).values(),)]
-                known = chosen[0] if chosen else None
-                others = [row for row in rows if row is not known]
-                yield f"{section}, {what}", group, known, others
-    rows = [row for row in result["rows"] if row["status"] == "ok" and "seconds" in row]
-    by_name = {key_of(row, row["contender"]): row for row in rows if "contender" in row}
-    for (section, group, operation, contender), row in by_name.items():
-        if section in ("casts", "matmuls") or named_of(row):
+    same: dict[tuple[str, ...], list[Row]] = {}
+    for row in result["rows"]:
+        if row["status"] != "ok" or "contender" not in row or "seconds" not in row:
             continue
-        begin = f"{contender}, "
-        others = [
-            other
-            for (*place, name), other in by_name.items()
-            if place == [section, group, operation] and name.startswith(begin) and named_of(other)
-        ]
-        if others:
-            yield f"{section}, `{contender}`", group, row, others
+        named, what = named_of(row), f"`{row['contender']}`"
+        if row["section"] in BY_BACKEND:
+            split = by_backend(row)
+            what = f"{row['operation']}, {split[0]}" if split else row["operation"]
+            if not named:  # a copy, or bfloat16
+                continue
+        elif named:
+            what = f"`{row['contender'].rpartition(', ')[0]}`"
+        key = f"{row['section']}, {what}", row["group"], row["operation"]
+        same.setdefault(key, []).append(row)
+    for (what, group, _), rows in same.items():
+        chosen = next(filter(is_chosen, rows), None)
+        if len(rows) > 1:
+            yield what, group, chosen, [row for row in rows if row is not chosen]
 
 
-def key_of(row: Row, contender: str) -> tuple[str, str, str, str]:
-    return row["section"], row["group"], row["operation"], contender
+def is_chosen(row: Row) -> bool:
+    """Whether it has the kernels that `fp8.Kernels(chip)` chooses."""
+    named = named_of(row)
+    return row.get("chosen") in named.values() if row["section"] in BY_BACKEND else not named
 
 
 def by_backend(row: Row) -> tuple[str, str] | None:
@@ -406,14 +345,15 @@ def by_backend(row: Row) -> tuple[str, str] | None:
     return ", ".join([words[0], *words[2:]]), words[1]
 
 
-def named_of(row: Row) -> dict[str, str]:
+def named_of(row: Row) -> Mapping[str, str]:
     """The arguments of `fp8.Kernels` that name backends. Empty for an automatic choice."""
-    if "named" in row or "contender" not in row:
-        return row.get("named", {})
-    if row.get("section") == "casts" and row["contender"] in BACKENDS:
-        return {"casts": row["contender"]}
-    if row.get("section") == "matmuls" and (split := by_backend(row)):
+    if "named" in row:
+        return row["named"]
+    # A file from before that field.
+    if split := by_backend(row):
         return {"matmuls": split[1]}
+    if row["contender"] in BACKENDS:
+        return {"casts": row["contender"]}
     return NAMED.get(row["contender"].rpartition(", ")[2], {})
 
 
@@ -440,20 +380,14 @@ def median(row: Row) -> float:
 def tilings(timings: Mapping[str, Any]) -> Iterator[str]:
     """The fastest way of each matmul, and the fastest one of the next backend."""
     rows = []
-    for table_ in timings.values():
-        for each in table_["times"]:
-            ways = sorted(each["times"], key=lambda way: way["seconds"])
-            others = [way for way in ways if way["backend"] != ways[0]["backend"]]
-            rows.append(
-                {"matmul": each["matmul"], "fastest": way_of(ways[0])}
-                | {
-                    "next backend": way_of(others[0]) if others else "none",
-                    "times as fast": f"{others[0]['seconds'] / ways[0]['seconds']:.2f}"
-                    if others
-                    else "",
-                }
-            )
-    yield from table(("matmul", "fastest", "next backend", "times as fast"), rows)
+    for each in (each for timed_ in timings.values() for each in timed_["times"]):
+        best, *others = sorted(each["times"], key=lambda way: way["seconds"])
+        row = {"matmul": each["matmul"], "fastest": way_of(best), "next backend": "", "gain": ""}
+        for other in [way for way in others if way["backend"] != best["backend"]][:1]:
+            gain = f"{other['seconds'] / best['seconds']:.2f}"
+            row |= {"next backend": way_of(other), "gain": gain}
+        rows.append(row)
+    yield from table(("matmul", "fastest", "next backend", "gain"), rows)
 
 
 def way_of(way: Mapping[str, Any]) -> str:

@@ -343,6 +343,8 @@ def test_choices_of_a_report(tmp_path):
         timed("matmuls", "rows, mosaic", 20, **matmul, named={"matmuls": "mosaic"}),
         timed("layers", "current", 30, speedup={"median": 1.7}),
         timed("layers", "current, by hand", 20, named={"casts": "mosaic", "matmuls": "cudnn"}),
+        timed("layers", "current, another", 20),
+        timed("layers", "current, another, by hand", 19, named={"casts": "mosaic"}),
         timed("steps", "current", 30, rounds=2),
         timed("steps", "current, by hand", 20, rounds=2, named={"casts": "mosaic"}),
     ]
