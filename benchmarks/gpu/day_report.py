@@ -11,7 +11,7 @@ from typing import Any
 from day_parts import CRASHED, CUT, Files, read
 
 Row = dict[str, Any]
-# The marks. `docs/results.md` compares them with the first H200.
+# The marks
 CAST_MARK, BOTH_WAYS_MARK = 0.85, 0.80  # of the bandwidth of the best copy
 BOTH_WAYS = re.compile(r"\b1x(\d+) and \1x1\b")
 """Casts to tiles in both directions."""
@@ -28,6 +28,7 @@ NAMED = {
 """`NAMED` of layers.py, for files that were written before rows had a field `named`."""
 LEAST_ROUNDS = 3
 """Quartiles of fewer rounds say nothing."""
+NO_REASON = "the file has no reason"
 MOST_LINES = 60
 """The most lines of a list. A chip on which nothing runs has hundreds of failed tests."""
 
@@ -45,6 +46,7 @@ def page(files: Files) -> str:
         "What did not hold": faults(files),
         "Marks": marks(files.results),
         "Choices that must change": choices(files.results),
+        "Bits of tensor cores": bits(files.results),
         "Tilings that were timed": tilings(files.timings),
         "What was left out": left_out(files.results),
     }
@@ -118,9 +120,9 @@ def broken_parts(files: Files) -> Iterator[str]:
 def failed_rows(results: Mapping[str, Any]) -> Iterator[str]:
     for name, result in results.items():
         lines = [
-            f"- {name}: {title(row)}: {row.get('reason') or different(row)}"
+            f"- {name}: {title(row)}: {row.get('reason', NO_REASON)}"
             for row in result["rows"]
-            if row["status"] == "failed" or row.get("different")
+            if row["status"] == "failed"
         ]
         yield from lines[:MOST_LINES]
         if len(lines) > MOST_LINES:
@@ -136,12 +138,6 @@ def title(row: Row) -> str:
 NAMES = (
     "file", "test", "path", "section", "group", "operation", "contender", "shape", "recipe", "step",
 )  # fmt: skip
-
-
-def different(row: Row) -> str:
-    if "different" in row:
-        return f"{row['different']} of {row.get('outputs')} outputs have other bits"
-    return "no reason is in the file"
 
 
 def withdrawn(results: Mapping[str, Any]) -> Iterator[str]:
@@ -375,6 +371,12 @@ def ranking(rows: Iterable[Row]) -> str:
 
 def median(row: Row) -> float:
     return row["seconds"]["median"]
+
+
+def bits(results: Mapping[str, Any]) -> Iterator[str]:
+    """Outputs that differ from the prediction. For libraries they are a figure, and no fault."""
+    rows = [row for result in results.values() for row in result["rows"] if "different" in row]
+    yield from table(("path", "status", "outputs", "different"), rows)
 
 
 def tilings(timings: Mapping[str, Any]) -> Iterator[str]:

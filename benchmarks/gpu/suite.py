@@ -101,12 +101,16 @@ class Suite:
 
     def run_sections(self, sections: list[str]) -> None:
         used, seconds = 0.0, self.result["section_seconds"]
+        total = sum(SHARES[name] for name in sections)
         begin = time.perf_counter()
         left = self.start + 60 * self.minutes - begin
         for section in sections:
-            used += SHARES[section] / sum(SHARES[name] for name in sections)
-            self.deadline = begin + left * used
+            used += SHARES[section] / total
             began = time.perf_counter()
+            self.deadline = begin + left * used
+            if self.important:  # one program may take longer than the share of a section
+                own = began + left * SHARES[section] / total
+                self.deadline = min(max(self.deadline, own), begin + left)
             if section == checks.SECTION:
                 self.check()
             else:
@@ -246,6 +250,10 @@ class Suite:
             else:
                 pool = self.one_by_one if case.flops and not self.compile_only else self.pool
                 futures[case] = pool.submit(programs.compile, case, lowered, results)
+                # A rehearsal lowers no more than it has time to compile.
+                late = [future for future in futures.values() if not future.done()]
+                if self.compile_only and len(late) > (os.cpu_count() or 1):
+                    concurrent.futures.wait(late, return_when="FIRST_COMPLETED")
         done = [(case, self.finished(case, future)) for case, future in futures.items()]
         if not self.compile_only:
             yield from (compiled for _, compiled in done if compiled)

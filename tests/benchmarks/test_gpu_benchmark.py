@@ -56,6 +56,7 @@ def check_result(finished, path):
         if row["status"] == "skipped":
             assert row["reason"], row
         elif row["section"] == "checks":
+            assert "chosen" not in row
             assert row.get("different_bytes", 0) == 0, row
             assert row.get("distance", 0) <= row.get("bound", 0), row
         else:
@@ -63,6 +64,8 @@ def check_result(finished, path):
             assert row["seconds"]["median"] > 0, row
             assert "gib_per_s" in row or "tflops" in row, row
             assert ("speedup" in row) == (row["section"] in ("layers", "experts", "matmuls")), row
+            by_backend = row["section"] in ("casts", "matmuls") and "named" in row
+            assert row.get("chosen") == ("xla" if by_backend else None), row
     tables = path.with_suffix(".md").read_text()
     assert tables in finished.stdout
     assert all(row["contender"] in tables for row in result["rows"])
@@ -169,16 +172,40 @@ def test_compiles_for(chip, tmp_path):
         (row["section"], row["contender"]): row for row in rows if row["status"] == "compiled"
     }
     assert compiled["casts", "copy"]["kernels"] == 1
+    assert compiled["casts", "xla"]["named"] == {"casts": "xla"}
     if ("casts", "mosaic") in compiled:  # not before jax 0.11
         assert compiled["casts", "mosaic"]["kernels"] == 1
+        assert compiled["casts", "xla"]["chosen"] == "mosaic"
     assert compiled["casts", "xla"]["kernels"] >= 3  # it reads x three times
     assert compiled["matmuls", "tensor, xla"]["fp8_gemms"] == 1
+    assert compiled["matmuls", "tensor, xla"]["chosen"] == "xla"
     # The loop over tiles of XLA multiplies in bfloat16 on Hopper.
     assert ("experts", "blockwise, XLA alone") in compiled
     assert ("experts", "blockwise") in compiled
     assert (("matmuls", "tiles of 128, cudnn") in compiled) == (chip == "b200")
     if chip == "b200":
         assert compiled["matmuls", "tiles of 128, cudnn"]["fp8_gemms"] == 1
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("late", [False, True])
+def test_important_cases_compile_first(late, tmp_path):
+    """Those of all sections. If there is no time for them then, they are not forgotten."""
+    path = tmp_path / "result.json"
+    code = """
+import os; os.environ["JAX_PLATFORMS"], os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "cpu", "1"
+import suite
+"""
+    code += "suite.Suite.late = lambda self: self.important" * late
+    words = ["--sections=copies,casts", "--match=8192, copy", "--match=4096, copy"]
+    finished = run("--compile-only=h200", *words, "--json", path, code=code)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    rows = [(r["section"], r["group"], r["contender"], r["status"]) for r in rows_of(path)]
+    assert len({*rows}) == len(rows) == 12
+    assert {row[-1] for row in rows} == {"compiled"}
+    by_section = [*dict.fromkeys((section, group) for section, group, *_ in rows)]
+    first = [("copies", "8192x8192"), ("casts", "8192x8192")]
+    assert (by_section[:2] == first) == (not late)
 
 
 @pytest.mark.deviceless

@@ -3,6 +3,7 @@
 Most parts here are tiny programs in place of the real ones.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -156,25 +157,40 @@ def test_a_part_that_hangs_is_ended_with_its_children(tmp_path):
 def test_what_is_done_survives_the_end_of_the_call(how, tmp_path):
     """The part that runs ends with the call, and runs again in the next one."""
     second = """
-if (folder / "pid").exists():
+if (folder / "pids").exists():
     write("ok")
 else:
-    (folder / "pid.part").write_text(str(os.getpid())); (folder / "pid.part").rename(folder / "pid")
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"])
+    (folder / "unfinished").write_text(f"{os.getpid()} {child.pid}")
+    (folder / "unfinished").rename(folder / "pids")
     time.sleep(99)
 """
     parts = {"first": ("write('ok')", {}), "second": (second, {"seconds": 60.0})}
     process = start(tmp_path, parts)
-    wait_for((tmp_path / "pid").exists)
-    pid = (tmp_path / "pid").read_text()
-    assert alive(pid)
+    wait_for((tmp_path / "pids").exists)
+    pids = (tmp_path / "pids").read_text().split()
+    assert all(map(alive, pids))
     process.send_signal(how)
     process.communicate()
-    wait_for(lambda: not alive(pid))
+    # Nobody can end the children of a part after a SIGKILL.
+    ended = pids[:1] if how == signal.SIGKILL else pids
+    wait_for(lambda: not any(map(alive, ended)))
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(pids[1]), signal.SIGKILL)
     assert outcomes(tmp_path) == {"first": "passed"}
     assert "| first | passed |" in (tmp_path / "report.md").read_text()
     status, text = run(tmp_path, parts)
     assert status == 0, text
     assert ran(tmp_path) == ["first", "second", "second"]
+
+
+def test_a_fault_of_the_report_costs_no_part(tmp_path):
+    parts = {"first": ("write('ok')", {}), "second": ("write('ok')", {})}
+    (tmp_path / "report.md").mkdir()  # so that it cannot be written
+    status, text = run(tmp_path, parts)
+    assert status == 3
+    assert "IsADirectoryError" in text
+    assert outcomes(tmp_path) == dict.fromkeys(parts, "passed")
 
 
 def test_what_cannot_run_is_refused_first(tmp_path):
@@ -274,7 +290,9 @@ sys.exit(day.main(sys.argv[1:]))
         "test_row[a b]": "ok",
     }
     report = (tmp_path / "report.md").read_text()
-    assert re.search(r"- truth: .*::test_wrong: (Assert.* two words|no reason)", report), report
+    assert re.search(
+        r"- truth: .*::test_wrong: (Assert.* two words|the file has no reason)", report
+    ), report
     assert ("no such chip: all (1)" in report) == (not hangs)
 
 
@@ -370,10 +388,12 @@ def test_choices_of_a_report(tmp_path):
     assert right[0].replace(": 2.00", ", but one of its checks failed: 2.00") in report
     assert right[1] in report
     assert '- **casts="triton" (triton) must be withdrawn from every automatic choice**' in report
-    bits = {"path": "QGMMA", "status": "failed", "outputs": 1000, "different": 7}
-    write(tmp_path, "bits", [bits], finished="Not finished")
+    bits = {"path": "QGMMA", "status": "failed", "outputs": 1000, "different": 7, "reason": "no"}
+    write(tmp_path, "bits", [bits, bits | {"path": "xla", "status": "ok"}], finished="Not finished")
     report = report_of(tmp_path)
-    assert "- bits: QGMMA: 7 of 1000 outputs have other bits" in report
+    assert "- bits: QGMMA: no" in report
+    assert "- bits: xla" not in report  # the order of a library's sums is no promise
+    assert "| xla | ok | 1000 | 7 |" in report
     assert "- bits: the run did not finish" in report
 
 
