@@ -23,6 +23,11 @@ MOST_TESTERS = 12
 # What came of a part. A part that passed may still have results below a mark.
 PASSED, FAULTS, CUT, CRASHED = "passed", "found faults", "cut off", "crashed"
 SKIPPED = "skipped"  # of a rehearsal: nothing of the part can run without a GPU
+LAYERS = tuple(
+    f"forward and backward, {name}"
+    for name in ("bf16", "delayed", "current", "blockwise", "rowwise")
+)
+"""Layers compile one by one, some for 20 s. Others would take the time of named kernels."""
 RUN, BITS, TUNE = (f"benchmarks/gpu/{name}.py" for name in ("run", "bits", "autotune"))
 
 
@@ -55,9 +60,10 @@ class Part:
         return self.command[0] if self.command[0].endswith(".py") else None
 
 
-def timed(name: str, sections: str, minutes: float, decides: str) -> Part:
+def timed(name: str, sections: str, minutes: float, decides: str, *match: str) -> Part:
     """A call of `run.py`. Its own watchdog comes before the limit of the part."""
-    words = ("--sections", sections, "--minutes", f"{minutes:g}", "--markdown")
+    only = (word for text in match for word in ("--match", text))
+    words = ("--sections", sections, "--minutes", f"{minutes:g}", "--markdown", *only)
     return Part(
         name=name,
         command=(RUN, *words, "--json", f"{{folder}}/{name}.json"),
@@ -91,7 +97,9 @@ def of_day() -> tuple[Part, ...]:
             decides="whether the model of the tensor cores holds",
         ),
         timed("casts", "copies,casts", 1.5, "which backend casts"),
-        timed("layers", "layers", 3, "which kernels a recipe gets, and what a layer gains"),
+        timed(
+            "layers", "layers", 4, "which kernels a recipe gets, and what a layer gains", *LAYERS
+        ),
         timed("matmuls", "matmuls", 1.5, "which backend multiplies"),
         timed("experts", "experts", 2.5, "which kernels experts get, and what they gain"),
         timed("step", "steps", 3, "what a whole train step gains"),

@@ -46,6 +46,11 @@ LEAST_SECONDS = 0.02
 
 The wait at the end takes some tens of microseconds, which is then less than a percent.
 """
+COMPILING = 0.7
+"""The most of the time that is left in which the programs of a group are compiled.
+
+A group of layers compiles for minutes. Without a rest each of them would be timed once only.
+"""
 MOST_THREADS = 8
 """The most threads that compile.
 
@@ -142,6 +147,7 @@ class Suite:
     # Checking
 
     def check(self) -> None:
+        self.compile_until = self.deadline
         reference = _cpu() or self.target.device
         self.result["reference_on"] = reference.platform
         every = {
@@ -171,6 +177,9 @@ class Suite:
         """Times one group after the other, and compares each case with its baseline."""
         inputs, buffers = Inputs(self.target.device), Buffers(self.target.device)
         for _, group in itertools.groupby(cases, key=lambda case: case.group):
+            now = time.perf_counter()
+            share = 1.0 if self.compile_only else COMPILING
+            self.compile_until = now + share * (self.deadline - now)
             runners = [
                 r for c in self.compiled(list(group)) if (r := self.runner(c, inputs, buffers))
             ]
@@ -238,7 +247,7 @@ class Suite:
             if reason := case.why_not(self.target):
                 self.add(case, "skipped", reason)
                 continue
-            if self.late():
+            if self.too_late_to_compile():
                 self.leave_out(case)
                 continue
             try:
@@ -260,7 +269,7 @@ class Suite:
 
     def finished(self, case: Case, future: concurrent.futures.Future) -> Compiled | None:
         """Wait for a program, and check it. None if it is skipped or fails."""
-        if self.late() and future.cancel():
+        if self.too_late_to_compile() and future.cancel():
             self.leave_out(case)
             return None
         try:
@@ -309,6 +318,9 @@ class Suite:
 
     def late(self) -> bool:
         return time.perf_counter() > self.deadline
+
+    def too_late_to_compile(self) -> bool:
+        return time.perf_counter() > self.compile_until
 
     def add(self, case: Case, status: str, reason: str | None, **figures: Any) -> None:
         row = {

@@ -150,6 +150,29 @@ threading.Timer = lambda *_: type("Never", (), {"start": lambda self: None})()
     }
 
 
+@pytest.mark.slow
+def test_compiling_leaves_time_for_all_rounds(tmp_path):
+    """On a clock on which each program takes 100 of 600 seconds to lower."""
+    path = tmp_path / "result.json"
+    code = """
+import time, types
+import case, suite
+passed, lower = [0.0], case.lower
+suite.time = types.SimpleNamespace(perf_counter=lambda: time.perf_counter() + passed[0])
+def slowly(*arguments):
+    passed[0] += 100.0
+    return lower(*arguments)
+case.lower = slowly
+"""
+    words = ["--sections=casts", "--match=1x128", "--match=copy", "--minutes=10"]
+    finished = run("--dry-run", *words, "--json", path, code=code)
+    assert finished.returncode == 0, finished.stderr
+    rows = [row for row in rows_of(path) if "needs a GPU" not in row.get("reason", "")]
+    ok, late = ([row for row in rows if row["status"] == status] for status in ("ok", "skipped"))
+    assert (len(ok), {row["seconds"]["rounds"] for row in ok}) == (5, {2})
+    assert {row["reason"] for row in late} == {"no time left"}
+
+
 @pytest.mark.deviceless
 @pytest.mark.parametrize(
     "chip", ["h200", *[pytest.param(chip, marks=pytest.mark.slow) for chip in ("h100", "b200")]]
@@ -196,7 +219,7 @@ def test_important_cases_compile_first(late, tmp_path):
 import os; os.environ["JAX_PLATFORMS"], os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "cpu", "1"
 import suite
 """
-    code += "suite.Suite.late = lambda self: self.important" * late
+    code += "suite.Suite.too_late_to_compile = lambda self: self.important" * late
     words = ["--sections=copies,casts", "--match=8192, copy", "--match=4096, copy"]
     finished = run("--compile-only=h200", *words, "--json", path, code=code)
     assert finished.returncode == 0, finished.stdout + finished.stderr
