@@ -61,11 +61,11 @@ def check_result(finished, path):
             assert row.get("distance", 0) <= row.get("bound", 0), row
         else:
             assert {*row["seconds"]} == TIMED, row
+            by_backend = row["section"] in ("casts", "matmuls") and "named" in row
+            assert row.get("chosen") == ("xla" if by_backend else None), row
             assert row["seconds"]["median"] > 0, row
             assert "gib_per_s" in row or "tflops" in row, row
             assert ("speedup" in row) == (row["section"] in ("layers", "experts", "matmuls")), row
-            by_backend = row["section"] in ("casts", "matmuls") and "named" in row
-            assert row.get("chosen") == ("xla" if by_backend else None), row
     tables = path.with_suffix(".md").read_text()
     assert tables in finished.stdout
     assert all(row["contender"] in tables for row in result["rows"])
@@ -150,6 +150,27 @@ threading.Timer = lambda *_: type("Never", (), {"start": lambda self: None})()
     }
 
 
+@pytest.mark.deviceless
+@pytest.mark.parametrize("late", [False, True])
+def test_important_cases_compile_first(late, tmp_path):
+    """Those of all sections. If there is no time for them then, they are not forgotten."""
+    path = tmp_path / "result.json"
+    code = """
+import os; os.environ["JAX_PLATFORMS"], os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "cpu", "1"
+import suite
+"""
+    code += "suite.Suite.too_late_to_compile = lambda self: self.important" * late
+    words = ["--sections=copies,casts", "--match=8192, copy", "--match=4096, copy"]
+    finished = run("--compile-only=h200", *words, "--json", path, code=code)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    rows = [(r["section"], r["group"], r["contender"], r["status"]) for r in rows_of(path)]
+    assert len({*rows}) == len(rows) == 12
+    assert {row[-1] for row in rows} == {"compiled"}
+    by_section = [*dict.fromkeys((section, group) for section, group, *_ in rows)]
+    first = [("copies", "8192x8192"), ("casts", "8192x8192")]
+    assert (by_section[:2] == first) == (not late)
+
+
 @pytest.mark.slow
 def test_compiling_leaves_time_for_all_rounds(tmp_path):
     """On a clock on which each program takes 100 of 600 seconds to lower."""
@@ -208,27 +229,6 @@ def test_compiles_for(chip, tmp_path):
     assert (("matmuls", "tiles of 128, cudnn") in compiled) == (chip == "b200")
     if chip == "b200":
         assert compiled["matmuls", "tiles of 128, cudnn"]["fp8_gemms"] == 1
-
-
-@pytest.mark.deviceless
-@pytest.mark.parametrize("late", [False, True])
-def test_important_cases_compile_first(late, tmp_path):
-    """Those of all sections. If there is no time for them then, they are not forgotten."""
-    path = tmp_path / "result.json"
-    code = """
-import os; os.environ["JAX_PLATFORMS"], os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "cpu", "1"
-import suite
-"""
-    code += "suite.Suite.too_late_to_compile = lambda self: self.important" * late
-    words = ["--sections=copies,casts", "--match=8192, copy", "--match=4096, copy"]
-    finished = run("--compile-only=h200", *words, "--json", path, code=code)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    rows = [(r["section"], r["group"], r["contender"], r["status"]) for r in rows_of(path)]
-    assert len({*rows}) == len(rows) == 12
-    assert {row[-1] for row in rows} == {"compiled"}
-    by_section = [*dict.fromkeys((section, group) for section, group, *_ in rows)]
-    first = [("copies", "8192x8192"), ("casts", "8192x8192")]
-    assert (by_section[:2] == first) == (not late)
 
 
 @pytest.mark.deviceless
