@@ -112,8 +112,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except (RefusedError, NoResultsError) as error:
         print(error, file=sys.stderr)
         return REFUSED
-    # A SIGTERM must reach the `finally` that kills a part's processes.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # These must reach the `finally` that ends a part. In the background SIGINT is ignored otherwise.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     run.prefer_ptxas_of_wheels()
     reported = True
     while left:

@@ -164,7 +164,7 @@ import suite
     finished = run("--compile-only=h200", *words, "--json", path, code=code)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     rows = [(r["section"], r["group"], r["contender"], r["status"]) for r in rows_of(path)]
-    assert len({*rows}) == len(rows) == 12
+    assert len({*rows}) == len(rows) == 14
     assert {row[-1] for row in rows} == {"compiled"}
     by_section = [*dict.fromkeys((section, group) for section, group, *_ in rows)]
     first = [("copies", "8192x8192"), ("casts", "8192x8192")]
