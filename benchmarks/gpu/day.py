@@ -112,7 +112,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except (RefusedError, NoResultsError) as error:
         print(error, file=sys.stderr)
         return REFUSED
-    # Both must reach the `finally` that ends a part. In the background SIGINT is ignored by default.
+    # Both must reach the `finally` that ends a part. In the background SIGINT is ignored else.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     run.prefer_ptxas_of_wheels()
