@@ -73,7 +73,6 @@ class Suite:
       match: texts. A case is left out unless its name contains one of them.
       compile_only: True if no program runs.
       important: True while only the important cases are compiled, and False while the others are.
-      postponed: names of important cases for which the first pass had no time.
       first: the first group of each section.
       choices: the backend that `fp8.Kernels` choose for each operation and its arguments.
     """
@@ -88,40 +87,46 @@ class Suite:
     compile_only: bool = False
     start: float = dataclasses.field(default_factory=time.perf_counter)
     important: bool | None = None
-    postponed: set[str] = dataclasses.field(default_factory=set)
     first: dict[str, str] = dataclasses.field(default_factory=dict)
     choices: dict[Any, str] = dataclasses.field(default_factory=dict)
 
     def run(self, sections: Iterable[str]) -> None:
         sections = [name for name in SHARES if name in set(sections)]
         threads = concurrent.futures.ThreadPoolExecutor
-        with (
-            threads(min(os.cpu_count() or 1, MOST_THREADS)) as self.pool,
-            threads(1) as self.one_by_one,
-        ):
-            # A rehearsal compiles the important cases of all sections first.
-            for important in (True, False) if self.compile_only else (None,):
-                self.important = important
-                self.run_sections(sections)
+        self.pool, self.one_by_one = threads(min(os.cpu_count() or 1, MOST_THREADS)), threads(1)
+        try:
+            if self.compile_only:
+                self.compile_important(sections)
+            self.run_sections(sections)
+        finally:
+            for pool in (self.pool, self.one_by_one):
+                # A rehearsal leaves a program that is not ready in time.
+                pool.shutdown(wait=not self.compile_only, cancel_futures=True)
+
+    def compile_important(self, sections: list[str]) -> None:
+        """Compiles the important cases, of each section one in its turn."""
+        self.important, self.compile_until = True, self.end
+        of_sections = (filter(self.wanted, self.cases(section)) for section in sections)
+        turns = itertools.chain.from_iterable(itertools.zip_longest(*of_sections))
+        for _ in self.compiled(list(filter(None, turns))):
+            pass  # it yields what is to run
+        self.important = False
+
+    @property
+    def end(self) -> float:
+        return self.start + 60 * self.minutes
 
     def run_sections(self, sections: list[str]) -> None:
-        used, seconds = 0.0, self.result["section_seconds"]
-        total = sum(SHARES[name] for name in sections)
-        begin = time.perf_counter()
-        left = self.start + 60 * self.minutes - begin
+        begin, used = time.perf_counter(), 0.0
         for section in sections:
-            used += SHARES[section] / total
+            used += SHARES[section] / sum(SHARES[name] for name in sections)
+            self.deadline = begin + used * (self.end - begin)
             began = time.perf_counter()
-            self.deadline = begin + left * used
-            if self.important:  # one program may take longer than the share of a section
-                own = began + left * SHARES[section] / total
-                self.deadline = min(max(self.deadline, own), begin + left)
             if section == checks.SECTION:
                 self.check()
             else:
                 self.time(self.cases(section))
-            took = time.perf_counter() - began
-            seconds[section] = round(seconds.get(section, 0.0) + took, 1)
+            self.result["section_seconds"][section] = round(time.perf_counter() - began, 1)
             self.write()
 
     def cases(self, section: str) -> Iterator[Case]:
@@ -131,6 +136,8 @@ class Suite:
         if section == COPIES:
             for shape in casts.TINY_SHAPES if self.tiny else casts.SHAPES[:3]:
                 yield from casts.copies(shape, section)
+        elif section == checks.SECTION:
+            yield from (check.case for check in self.all_checks(self.target.device))
         elif section == casts.SECTION:
             yield from casts.cases(casts.TINY_SHAPES if self.tiny else casts.SHAPES, self.target)
         elif section == layers.SECTION:
@@ -146,16 +153,15 @@ class Suite:
 
     # Checking
 
+    def all_checks(self, reference: Any) -> Iterator[checks.Check]:
+        for part in (checks, experts):
+            yield from part.checks(self.target, tiny=self.tiny, reference=reference)
+
     def check(self) -> None:
         self.compile_until = self.deadline
         reference = _cpu() or self.target.device
         self.result["reference_on"] = reference.platform
-        every = {
-            c.case: c
-            for part in (checks, experts)
-            for c in part.checks(self.target, tiny=self.tiny, reference=reference)
-            if self.wanted(c.case)
-        }
+        every = {c.case: c for c in self.all_checks(reference) if self.wanted(c.case)}
         some = [c for c in every.values() if not c.case.why_not(self.target)]
         wanted = {} if self.compile_only else checks.wanted_by_all(some, self.pool)
         for compiled in self.compiled([*every]):
@@ -248,7 +254,7 @@ class Suite:
                 self.add(case, "skipped", reason)
                 continue
             if self.too_late_to_compile():
-                self.leave_out(case)
+                self.add(case, "skipped", "no time left")
                 continue
             try:
                 lowered, results = programs.lower(case, self.target)
@@ -259,18 +265,27 @@ class Suite:
             else:
                 pool = self.one_by_one if case.flops and not self.compile_only else self.pool
                 futures[case] = pool.submit(programs.compile, case, lowered, results)
-                # A rehearsal lowers no more than it has time to compile.
-                late = [future for future in futures.values() if not future.done()]
-                if self.compile_only and len(late) > (os.cpu_count() or 1):
-                    concurrent.futures.wait(late, return_when="FIRST_COMPLETED")
+                if self.compile_only:
+                    self.collect(futures)
         done = [(case, self.finished(case, future)) for case, future in futures.items()]
         if not self.compile_only:
             yield from (compiled for _, compiled in done if compiled)
 
+    def collect(self, futures: dict[Case, concurrent.futures.Future]) -> None:
+        """Writes what is compiled. A rehearsal lowers no more than it has time to compile."""
+        while sum(not future.done() for future in futures.values()) > (os.cpu_count() or 1):
+            left = max(self.end - time.perf_counter(), 0.0)
+            if not concurrent.futures.wait(futures.values(), left, "FIRST_COMPLETED").done:
+                break
+            for case in [case for case, future in futures.items() if future.done()]:
+                self.finished(case, futures.pop(case))
+
     def finished(self, case: Case, future: concurrent.futures.Future) -> Compiled | None:
         """Wait for a program, and check it. None if it is skipped or fails."""
-        if self.too_late_to_compile() and future.cancel():
-            self.leave_out(case)
+        left = max(self.end - time.perf_counter(), 0.0) if self.compile_only else None
+        in_time = not (self.too_late_to_compile() and future.cancel())
+        if not in_time or not concurrent.futures.wait([future], left).done:
+            self.add(case, "skipped", "no time left")
             return None
         try:
             compiled = future.result()
@@ -289,10 +304,8 @@ class Suite:
     # The result
 
     def wanted(self, case: Case) -> bool:
-        if self.important is not None:
-            first = self.is_important(case) and case.name not in self.postponed
-            if self.important != first:
-                return False
+        if self.important is not None and self.important != self.is_important(case):
+            return False
         return not self.match or any(part in case.name for part in self.match)
 
     def is_important(self, case: Case) -> bool:
@@ -309,12 +322,6 @@ class Suite:
         by_backend = case.section in (checks.SECTION, *CHOSEN)
         by_kernel = bool({*case.named.values()} - programs.PORTABLE)
         return case.group in groups and (not case.named or (by_backend and by_kernel))
-
-    def leave_out(self, case: Case) -> None:
-        if self.important:
-            self.postponed.add(case.name)
-        else:
-            self.add(case, "skipped", "no time left")
 
     def late(self) -> bool:
         return time.perf_counter() > self.deadline

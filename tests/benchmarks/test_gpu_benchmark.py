@@ -151,24 +151,40 @@ threading.Timer = lambda *_: type("Never", (), {"start": lambda self: None})()
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("late", [False, True])
-def test_important_cases_compile_first(late, tmp_path):
-    """Those of all sections. If there is no time for them then, they are not forgotten."""
+def test_important_cases_compile_first(tmp_path):
+    """Those of all sections, in turns. The other cases of the sections follow."""
     path = tmp_path / "result.json"
-    code = """
-import os; os.environ["JAX_PLATFORMS"], os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "cpu", "1"
-import suite
-"""
-    code += "suite.Suite.too_late_to_compile = lambda self: self.important" * late
     words = ["--sections=copies,casts", "--match=8192, copy", "--match=4096, copy"]
-    finished = run("--compile-only=h200", *words, "--json", path, code=code)
+    finished = run("--compile-only=h200", *words, "--json", path)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     rows = [(r["section"], r["group"], r["contender"], r["status"]) for r in rows_of(path)]
     assert len({*rows}) == len(rows) == 14
     assert {row[-1] for row in rows} == {"compiled"}
-    by_section = [*dict.fromkeys((section, group) for section, group, *_ in rows)]
-    first = [("copies", "8192x8192"), ("casts", "8192x8192")]
-    assert (by_section[:2] == first) == (not late)
+    first = {(section, "8192x8192") for section in ("copies", "casts")}
+    assert {row[:2] for row in rows[:4]} == first
+    assert {row[:2] for row in rows[4:]}.isdisjoint(first)
+
+
+@pytest.mark.deviceless
+def test_a_rehearsal_does_not_wait_for_a_program(tmp_path):
+    """The process ends in time, with what is compiled, and says what is not."""
+    path = tmp_path / "result.json"
+    code = """
+import os; os.environ["JAX_PLATFORMS"], os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "cpu", "1"
+import time
+import case
+compile = case.compile
+def slowly(case, lowered, results):
+    time.sleep(1000 * (case.contender == "negation"))
+    return compile(case, lowered, results)
+case.compile = slowly
+"""
+    words = ["--sections=copies", "--match=8192x8192, copy", "--minutes=0.5"]
+    finished = run("--compile-only=h200", *words, "--json", path, code=code)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    found = {row["contender"]: (row["status"], row.get("reason")) for row in rows_of(path)}
+    assert found == {"copy": ("compiled", None), "negation": ("skipped", "no time left")}
+    assert json.loads(path.read_text())["finished"] == "Finished"
 
 
 @pytest.mark.slow

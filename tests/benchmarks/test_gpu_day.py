@@ -50,13 +50,13 @@ def start(folder, parts, *words, **fields):
     code = f"{TABLE}\nday_parts.of_day = lambda: ({listed})\nsys.exit(day.main(sys.argv[1:]))"
     begin = [sys.executable, "-c", code, "--folder", str(folder), *words]
     pipe = subprocess.PIPE
-    return subprocess.Popen(begin, stdout=pipe, stderr=pipe, text=True, **fields)
+    return subprocess.Popen(begin, stdin=pipe, stdout=pipe, stderr=pipe, text=True, **fields)
 
 
 def run(folder, parts, *words, **fields):
     """Its exit status and its output."""
     process = start(folder, parts, *words, **fields)
-    out, error = process.communicate()
+    out, error = process.communicate("typed")
     return process.returncode, out + error
 
 
@@ -128,7 +128,9 @@ def test_outcomes(tmp_path):
     status, text = run(tmp_path, parts)
     assert (status, [*outcomes(tmp_path)]) == (3, [*parts]), text
     assert outcomes(tmp_path) == {name: outcome for name, (outcome, _) in expected.items()}
-    for names, wanted in (("right,rehearsed", 0), ("right,wrong", 1), ("wrong,endless", 3)):
+    for names, wanted in (
+        ("right,rehearsed", 0), ("right,wrong", 1), ("wrong,endless", 3), ("right,raises", 3),
+    ):  # fmt: skip
         assert run(tmp_path, parts, "--parts", names)[0] == wanted
     assert ran(tmp_path) == [*parts]
     report = (tmp_path / "report.md").read_text()
