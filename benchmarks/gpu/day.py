@@ -86,6 +86,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     chosen = (arguments.parts or arguments.again or ",".join(names)).split(",")
     if unknown := sorted({*chosen} - {*names}):
         parser.error(f"there is no part {unknown}; use some of {','.join(names)}")
+    arguments.names = names
     arguments.table = [part for part in table if part.name in chosen]
     return arguments
 
@@ -104,10 +105,8 @@ def main(words: Sequence[str] | None = None) -> int:
             return 0
         folder.mkdir(parents=True, exist_ok=True)
         state = load(folder, arguments.mode)
-        if arguments.again:
-            for part in arguments.table:
-                state["parts"].pop(part.name, None)
-        left = [part for part in arguments.table if part.name not in state["parts"]]
+        known = {} if arguments.again else state["parts"]
+        left = [part for part in arguments.table if part.name not in known]
         check(left, 60 * arguments.minutes)
     except (RefusedError, NoResultsError) as error:
         print(error, file=sys.stderr)
@@ -119,14 +118,18 @@ def main(words: Sequence[str] | None = None) -> int:
     reported = True
     while left:
         part, seconds = left[0], 60 * arguments.minutes - (time.monotonic() - started)
-        if part.seconds > seconds:
+        if part.seconds > seconds + 0.1:  # the call itself takes some milliseconds
             break
+        if state["parts"].pop(part.name, None):
+            write(folder / "day.json", state)  # now, because this try may be ended
         day_parts.keep_old(part, folder)
         say(f"{part.name}: at most {part.seconds:.0f} s, {folder / part.name}.log")
         ending = run_part(part, folder, arguments.mode)
         state["parts"][part.name] = found = day_parts.outcome(part, ending, folder)
         found["ended"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        write(folder / "day.json", state)
+        order = {name: number for number, name in enumerate(arguments.names)}
+        in_order = sorted(state["parts"].items(), key=lambda entry: order.get(entry[0], -1))
+        write(folder / "day.json", state | {"parts": dict(in_order)})
         say(f"{part.name}: {found['outcome']} after {ending.seconds:.0f} s, {found['counts']}")
         reported = report(folder) and reported
         del left[0]

@@ -203,21 +203,19 @@ def results(part: Part, folder: Path) -> tuple[list[dict[str, Any]], bool]:
     Tests get a JSON file too, from pytest's XML. After a cut-off there is none, and the log has the
     results so far.
     """
-    path = folder / f"{part.name}.json"
-    xml = folder / f"{part.name}.xml"
+    path, xml, log = (folder / f"{part.name}.{kind}" for kind in ("json", "xml", "log"))
     if any("--junitxml" in word for word in part.command):
-        rows = of_xml(xml.read_text()) if xml.exists() else of_log(read_log(part, folder))
-        write(path, {"rows": rows, "finished": "Finished" if xml.exists() else "Not finished"})
+        try:
+            rows, finished = of_xml(xml.read_text()), "Finished"
+        except (FileNotFoundError, ET.ParseError):  # pytest was ended before, or while it wrote
+            rows, finished = of_log(log.read_text(errors="replace")), "Not finished"
+        write(path, {"rows": rows, "finished": finished})
     try:
         result = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
+        rows, finished = result["rows"], result["finished"]
+    except (FileNotFoundError, ValueError, KeyError):
         return [], False
-    return result["rows"], result["finished"] in ("Finished", True)
-
-
-def read_log(part: Part, folder: Path) -> str:
-    path = folder / f"{part.name}.log"
-    return path.read_text(errors="replace") if path.exists() else ""
+    return rows, finished in ("Finished", True)
 
 
 def of_xml(text: str) -> list[dict[str, Any]]:

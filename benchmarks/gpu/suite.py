@@ -1,5 +1,6 @@
 """Runs the sections in order, each within its time. Results are on disk after every group."""
 
+import collections
 import concurrent.futures
 import dataclasses
 import itertools
@@ -74,6 +75,7 @@ class Suite:
       compile_only: True if no program runs.
       important: True while only the important cases are compiled, and False while the others are.
       first: the first group of each section.
+      compile_seconds: the seconds of all programs of a section.
       choices: the backend that `fp8.Kernels` choose for each operation and its arguments.
     """
 
@@ -89,6 +91,9 @@ class Suite:
     important: bool | None = None
     first: dict[str, str] = dataclasses.field(default_factory=dict)
     choices: dict[Any, str] = dataclasses.field(default_factory=dict)
+    compile_seconds: collections.Counter[str] = dataclasses.field(
+        default_factory=collections.Counter
+    )
 
     def run(self, sections: Iterable[str]) -> None:
         sections = [name for name in SHARES if name in set(sections)]
@@ -104,13 +109,24 @@ class Suite:
                 pool.shutdown(wait=not self.compile_only, cancel_futures=True)
 
     def compile_important(self, sections: list[str]) -> None:
-        """Compiles the important cases, of each section one in its turn."""
         self.important, self.compile_until = True, self.end
-        of_sections = (filter(self.wanted, self.cases(section)) for section in sections)
-        turns = itertools.chain.from_iterable(itertools.zip_longest(*of_sections))
-        for _ in self.compiled(list(filter(None, turns))):
+        for _ in self.compiled(self.turns(sections)):
             pass  # it yields what is to run
         self.important = False
+
+    def turns(self, sections: list[str]) -> Iterator[Case]:
+        """Cases of all sections. The next one is of the section that compiled for the least time.
+
+        So a train step, which compiles for half a minute, leaves time for kernels.
+        """
+        queues = {section: filter(self.wanted, self.cases(section)) for section in sections}
+        while queues:
+            section = min(queues, key=lambda name: self.compile_seconds[name])
+            if (case := next(queues[section], None)) is None:
+                del queues[section]
+            else:
+                self.compile_seconds[section] += 1.0  # to lower it, until the rest is known
+                yield case
 
     @property
     def end(self) -> float:
@@ -242,7 +258,7 @@ class Suite:
 
     # Programs
 
-    def compiled(self, cases: list[Case]) -> Iterator[Compiled]:
+    def compiled(self, cases: Iterable[Case]) -> Iterator[Compiled]:
         """The programs of these cases, compiled in parallel.
 
         A case without a program gets a row with the reason.
@@ -289,6 +305,7 @@ class Suite:
             return None
         try:
             compiled = future.result()
+            self.compile_seconds[case.section] += compiled.seconds
             self.read[case] = {
                 "compile_seconds": round(compiled.seconds, 2),
                 **compiled.check(self.target),

@@ -97,6 +97,10 @@ def test_a_second_call_continues(tmp_path):
     assert run(tmp_path, parts, "--again", "b") == (0, text.replace("c:", "b:").replace("/c", "/b"))
     assert ran(tmp_path) == ["a", "b", "c", "b"]
     assert (tmp_path / "b.json.1").exists()
+    assert [*outcomes(tmp_path)] == ["a", "b", "c"]
+    parts["b"] = ("os.kill(os.getppid(), 9)", parts["b"][1])
+    assert run(tmp_path, parts, "--again", "b")[0] == -9
+    assert [*outcomes(tmp_path)] == ["a", "c"]  # the next call runs it
 
 
 def test_outcomes(tmp_path):
@@ -116,6 +120,10 @@ def test_outcomes(tmp_path):
         "rehearsed": ("write('skipped')", {"gpu": False}),
         "watched": (str(watched), {}),
         "no_script": ("write('ok', finished='Not finished'); os._exit(3)", {}),
+        "half": (
+            "print('[gw0] [ 9%] PASSED a.py::b[c d]')\n(folder / 'half.xml').write_text('<te')",
+            {"more": ("--junitxml",)},
+        ),
         "endless": ("write('ok', finished='Not finished'); time.sleep(99)", {"seconds": 2.0}),
     }
     expected = {
@@ -123,7 +131,7 @@ def test_outcomes(tmp_path):
         "raises": ("crashed", 3), "raises_at_the_end": ("crashed", 3),
         "writes_nothing": ("crashed", 3), "killed": ("crashed", 3), "misused": ("crashed", 3),
         "all_skipped": ("crashed", 3), "rehearsed": ("skipped", 0), "watched": ("cut off", 3),
-        "no_script": ("crashed", 3), "endless": ("cut off", 3),
+        "no_script": ("crashed", 3), "half": ("crashed", 3), "endless": ("cut off", 3),
     }  # fmt: skip
     status, text = run(tmp_path, parts)
     assert (status, [*outcomes(tmp_path)]) == (3, [*parts]), text
@@ -133,6 +141,8 @@ def test_outcomes(tmp_path):
     ):  # fmt: skip
         assert run(tmp_path, parts, "--parts", names)[0] == wanted
     assert ran(tmp_path) == [*parts]
+    (row,) = json.loads((tmp_path / "half.json").read_text())["rows"]
+    assert row == {"test": "a.py::b[c d]", "status": "ok"}
     report = (tmp_path / "report.md").read_text()
     assert "- the part `killed` crashed with the exit status -11: `killed.log`" in report
     assert "- the part `endless` was cut off after 2 s" in report
