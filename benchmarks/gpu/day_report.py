@@ -26,11 +26,8 @@ NAMED = {
     "all in Pallas": {"casts": "mosaic", "matmuls": "mosaic"},
 }
 """`NAMED` of layers.py, for files that were written before rows had a field `named`."""
-LEAST_ROUNDS = 3
-"""Quartiles of fewer rounds say nothing."""
-NO_REASON = "the file has no reason"
-MOST_LINES = 60
-"""The most lines of a list. A chip on which nothing runs has hundreds of failed tests."""
+LEAST_ROUNDS = 3  # quartiles of fewer rounds say nothing
+MOST_LINES = 60  # of a list: a chip on which nothing runs has hundreds of failed tests
 
 
 def write(folder: Path) -> None:
@@ -91,8 +88,7 @@ def parts(state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def counted(counts: Mapping[str, int]) -> str:
-    order = ("ok", "compiled", "failed", "skipped")
-    return ", ".join(f"{counts[name]} {name}" for name in order if name in counts) or "none"
+    return ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "none"
 
 
 # What did not hold
@@ -120,7 +116,7 @@ def broken_parts(files: Files) -> Iterator[str]:
 def failed_rows(results: Mapping[str, Any]) -> Iterator[str]:
     for name, result in results.items():
         lines = [
-            f"- {name}: {title(row)}: {row.get('reason', NO_REASON)}"
+            f"- {name}: {title(row)}: {row.get('reason', 'the file has no reason')}"
             for row in result["rows"]
             if row["status"] == "failed"
         ]
@@ -282,7 +278,7 @@ def choices(results: Mapping[str, Any]) -> Iterator[str]:
             for other in sorted(others, key=median):
                 named = named_of(other)
                 key = f'- {name}: {what}: `fp8.Kernels("{chip}", {written(named)})` is faster than '
-                key += choice_of(chosen)
+                key += ", ".join(filter(None, ("the choice", written(named_of(chosen)))))
                 key += ", but one of its checks failed" if wrong & {*named.items()} else ""
                 rounds = min(row["seconds"]["rounds"] for row in (other, chosen))
                 gain = f"{median(chosen) / median(other):.2f} ({group})"
@@ -357,10 +353,6 @@ def written(named: Mapping[str, str]) -> str:
     return ", ".join(f'{field}="{backend}"' for field, backend in named.items())
 
 
-def choice_of(row: Row) -> str:
-    return f"the choice, {written(named)}" if (named := named_of(row)) else "the choice"
-
-
 def ranking(rows: Iterable[Row]) -> str:
     ranked = sorted(rows, key=median)
     return ", ".join(
@@ -402,5 +394,6 @@ def table(names: Iterable[str], rows: list[Row]) -> list[str]:
     names = list(names)
     if not rows:
         return []
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    return lines + ["| " + " | ".join(str(row[name]) for name in names) + " |" for row in rows]
+    cells = [names, *([str(row[name]) for name in names] for row in rows)]
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    return [lines[0], "|" + "---|" * len(names), *lines[1:]]
