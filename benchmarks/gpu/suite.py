@@ -73,7 +73,6 @@ class Suite:
       tiny: True for the smallest shapes, with one call of each program.
       match: texts. A case is left out unless its name contains one of them.
       compile_only: True if no program runs.
-      important: True while only the important cases are compiled, and False while the others are.
       first: the first group of each section.
       compile_seconds: the seconds of all programs of a section.
       choices: the backend that `fp8.Kernels` choose for each operation and its arguments.
@@ -88,7 +87,6 @@ class Suite:
     match: tuple[str, ...] = ()
     compile_only: bool = False
     start: float = dataclasses.field(default_factory=time.perf_counter)
-    important: bool | None = None
     first: dict[str, str] = dataclasses.field(default_factory=dict)
     choices: dict[Any, str] = dataclasses.field(default_factory=dict)
     compile_seconds: collections.Counter[str] = dataclasses.field(
@@ -101,25 +99,33 @@ class Suite:
         self.pool, self.one_by_one = threads(min(os.cpu_count() or 1, MOST_THREADS)), threads(1)
         try:
             if self.compile_only:
-                self.compile_important(sections)
-            self.run_sections(sections)
+                self.compile_all(sections)
+            else:
+                self.run_sections(sections)
         finally:
             for pool in (self.pool, self.one_by_one):
                 # A rehearsal leaves a program that is not ready in time.
                 pool.shutdown(wait=not self.compile_only, cancel_futures=True)
 
-    def compile_important(self, sections: list[str]) -> None:
-        self.important, self.compile_until = True, self.end
-        for _ in self.compiled(self.turns(sections)):
-            pass  # it yields what is to run
-        self.important = False
+    def compile_all(self, sections: list[str]) -> None:
+        """A rehearsal: the important cases of all sections, and then the others."""
+        # All are listed before the first one is compiled. At the end threads may still compile, and
+        # what is left out must be written without delay.
+        every = {section: list(filter(self.wanted, self.cases(section))) for section in sections}
+        first = {section: list(filter(self.is_important, every[section])) for section in sections}
+        left = {s: [case for case in every[s] if case not in {*first[s]}] for s in sections}
+        self.compile_until = self.end
+        list(self.compiled(self.turns(first)))  # it yields programs that are to run, so none
+        for section, deadline in self.deadlines(sections):
+            self.compile_until = deadline
+            list(self.compiled(left[section]))
 
-    def turns(self, sections: list[str]) -> Iterator[Case]:
+    def turns(self, cases: dict[str, list[Case]]) -> Iterator[Case]:
         """Cases of all sections. The next one is of the section that compiled for the least time.
 
         So a train step, which compiles for half a minute, leaves time for kernels.
         """
-        queues = {section: filter(self.wanted, self.cases(section)) for section in sections}
+        queues = {section: iter(of_section) for section, of_section in cases.items()}
         while queues:
             section = min(queues, key=lambda name: self.compile_seconds[name])
             if (case := next(queues[section], None)) is None:
@@ -133,17 +139,21 @@ class Suite:
         return self.start + 60 * self.minutes
 
     def run_sections(self, sections: list[str]) -> None:
-        begin, used = time.perf_counter(), 0.0
-        for section in sections:
-            used += SHARES[section] / sum(SHARES[name] for name in sections)
-            self.deadline = begin + used * (self.end - begin)
-            began = time.perf_counter()
+        for section, deadline in self.deadlines(sections):
+            began, self.deadline = time.perf_counter(), deadline
             if section == checks.SECTION:
                 self.check()
             else:
                 self.time(self.cases(section))
             self.result["section_seconds"][section] = round(time.perf_counter() - began, 1)
             self.write()
+
+    def deadlines(self, sections: list[str]) -> Iterator[tuple[str, float]]:
+        """Divides the time that is left. What a section leaves is for the next ones."""
+        begin, used = time.perf_counter(), 0.0
+        for section in sections:
+            used += SHARES[section] / sum(SHARES[name] for name in sections)
+            yield section, begin + used * (self.end - begin)
 
     def cases(self, section: str) -> Iterator[Case]:
         return (dataclasses.replace(case, tiny=self.tiny) for case in self.all_cases(section))
@@ -179,7 +189,7 @@ class Suite:
         self.result["reference_on"] = reference.platform
         every = {c.case: c for c in self.all_checks(reference) if self.wanted(c.case)}
         some = [c for c in every.values() if not c.case.why_not(self.target)]
-        wanted = {} if self.compile_only else checks.wanted_by_all(some, self.pool)
+        wanted = checks.wanted_by_all(some, self.pool)
         for compiled in self.compiled([*every]):
             check = every[compiled.case]
             try:
@@ -200,8 +210,7 @@ class Suite:
         inputs, buffers = Inputs(self.target.device), Buffers(self.target.device)
         for _, group in itertools.groupby(cases, key=lambda case: case.group):
             now = time.perf_counter()
-            share = 1.0 if self.compile_only else COMPILING
-            self.compile_until = now + share * (self.deadline - now)
+            self.compile_until = now + COMPILING * (self.deadline - now)
             runners = [
                 r for c in self.compiled(list(group)) if (r := self.runner(c, inputs, buffers))
             ]
@@ -216,8 +225,7 @@ class Suite:
             del runners, seconds
             inputs.forget()
             buffers.forget()
-            if not self.compile_only:
-                self.result["device_memory"] = report.memory(self.target.device)
+            self.result["device_memory"] = report.memory(self.target.device)
             self.write()
 
     def runner(self, compiled: Compiled, inputs: Inputs, buffers: Buffers) -> Runner | None:
@@ -321,8 +329,6 @@ class Suite:
     # The result
 
     def wanted(self, case: Case) -> bool:
-        if self.important is not None and self.important != self.is_important(case):
-            return False
         return not self.match or any(part in case.name for part in self.match)
 
     def is_important(self, case: Case) -> bool:
