@@ -135,7 +135,7 @@ def of_compile_only(chips: Sequence[str], minutes: float) -> tuple[Part, ...]:
     for chip in chips:
         name = f"{chip}_programs"
         # No kernel can hang, so the limit of the part need not wait for the watchdog of run.py.
-        limit = round((for_programs - 1.5 * START) / 60, 2)
+        limit = round((for_programs - START) / 60, 2)
         programs = timed(name, sections, limit, "whether the programs compile")
         bits = (BITS, "--compile-only", chip, "--json", f"{{folder}}/{chip}_bits.json")
         parts += [
