@@ -147,7 +147,12 @@ def main() -> int:
         ", ".join(f"{count} {status}" for status, count in counts.items() if count),
         f"in {result['seconds']:.0f} s",
     )
-    return 1 if failures(result) else 0
+    status = 1 if failures(result) else 0
+    if arguments.compile_only:
+        # Threads may still compile. Nobody waits for programs that are not ready in time.
+        sys.stdout.flush()
+        os._exit(status)
+    return status
 
 
 if __name__ == "__main__":

@@ -56,10 +56,13 @@ def check_result(finished, path):
         if row["status"] == "skipped":
             assert row["reason"], row
         elif row["section"] == "checks":
+            assert "chosen" not in row
             assert row.get("different_bytes", 0) == 0, row
             assert row.get("distance", 0) <= row.get("bound", 0), row
         else:
             assert {*row["seconds"]} == TIMED, row
+            by_backend = row["section"] in ("casts", "matmuls") and "named" in row
+            assert row.get("chosen") == ("xla" if by_backend else None), row
             assert row["seconds"]["median"] > 0, row
             assert "gib_per_s" in row or "tflops" in row, row
             assert ("speedup" in row) == (row["section"] not in ("copies", "casts")), row
@@ -159,6 +162,66 @@ threading.Timer = lambda *_: type("Never", (), {"start": lambda self: None})()
 
 
 @pytest.mark.deviceless
+def test_important_cases_compile_first(tmp_path):
+    """Those of all sections, in turns. The other cases of the sections follow."""
+    path = tmp_path / "result.json"
+    words = ["--sections=copies,casts", "--match=8192, copy", "--match=4096, copy"]
+    finished = run("--compile-only=h200", *words, "--json", path)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    rows = [(r["section"], r["group"], r["contender"], r["status"]) for r in rows_of(path)]
+    assert len({*rows}) == len(rows) == 14
+    assert {row[-1] for row in rows} == {"compiled"}
+    first = {(section, "8192x8192") for section in ("copies", "casts")}
+    assert {row[:2] for row in rows[:4]} == first
+    assert {row[:2] for row in rows[4:]}.isdisjoint(first)
+
+
+@pytest.mark.deviceless
+def test_a_rehearsal_does_not_wait_for_a_program(tmp_path):
+    """The process ends in time, with what is compiled, and says what is not."""
+    path = tmp_path / "result.json"
+    code = """
+import os; os.environ["JAX_PLATFORMS"], os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "cpu", "1"
+import time
+import case
+compile = case.compile
+def slowly(case, lowered, results):
+    time.sleep(1000 * (case.contender == "negation"))
+    return compile(case, lowered, results)
+case.compile = slowly
+"""
+    words = ["--sections=copies", "--match=8192x8192, copy", "--minutes=0.5"]
+    finished = run("--compile-only=h200", *words, "--json", path, code=code)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    found = {row["contender"]: (row["status"], row.get("reason")) for row in rows_of(path)}
+    assert found == {"copy": ("compiled", None), "negation": ("skipped", "no time left")}
+    assert json.loads(path.read_text())["finished"] == "Finished"
+
+
+@pytest.mark.slow
+def test_compiling_leaves_time_for_all_rounds(tmp_path):
+    """On a clock on which each program takes 100 of 600 seconds to lower."""
+    path = tmp_path / "result.json"
+    code = """
+import time, types
+import case, suite
+passed, lower = [0.0], case.lower
+suite.time = types.SimpleNamespace(perf_counter=lambda: time.perf_counter() + passed[0])
+def slowly(*arguments):
+    passed[0] += 100.0
+    return lower(*arguments)
+case.lower = slowly
+"""
+    words = ["--sections=casts", "--match=1x128", "--match=copy", "--minutes=10"]
+    finished = run("--dry-run", *words, "--json", path, code=code)
+    assert finished.returncode == 0, finished.stderr
+    rows = [row for row in rows_of(path) if "needs a GPU" not in row.get("reason", "")]
+    ok, late = ([row for row in rows if row["status"] == status] for status in ("ok", "skipped"))
+    assert (len(ok), {row["seconds"]["rounds"] for row in ok}) == (5, {2})
+    assert {row["reason"] for row in late} == {"no time left"}
+
+
+@pytest.mark.deviceless
 @pytest.mark.parametrize(
     "chip", ["h200", *[pytest.param(chip, marks=pytest.mark.slow) for chip in ("h100", "b200")]]
 )
@@ -180,10 +243,13 @@ def test_compiles_for(chip, tmp_path):
         (row["section"], row["contender"]): row for row in rows if row["status"] == "compiled"
     }
     assert compiled["casts", "copy"]["kernels"] == 1
+    assert compiled["casts", "xla"]["named"] == {"casts": "xla"}
     if ("casts", "mosaic") in compiled:  # not before jax 0.11
         assert compiled["casts", "mosaic"]["kernels"] == 1
+        assert compiled["casts", "xla"]["chosen"] == "mosaic"
     assert compiled["casts", "xla"]["kernels"] >= 3  # it reads x three times
     assert compiled["matmuls", "tensor, xla"]["fp8_gemms"] == 1
+    assert compiled["matmuls", "tensor, xla"]["chosen"] == "xla"
     # The loop over tiles of XLA multiplies in bfloat16 on Hopper.
     assert ("experts", "blockwise, XLA alone") in compiled
     assert ("experts", "blockwise") in compiled

@@ -19,7 +19,7 @@ def test_every_script_has_a_line():
     paths = {*texts, FOLDER / "tpu.py"}
     scripts = {path for path in paths if 'if __name__ == "__main__":' in path.read_text()}
     assert {ROOT / path for path in lines} == scripts
-    assert lines["benchmarks/gpu/autotune.py"].endswith("[needs a GPU]")
+    assert lines["benchmarks/gpu/autotune.py"].endswith("[needs a GPU; with `--dry-run` nothing]")
     rows = re.findall(r"^\| \[`(\w+)/`\]", (FOLDER / "README.md").read_text(), re.MULTILINE)
     assert sorted(rows) == sorted({path.parent.name for path in texts})
 
