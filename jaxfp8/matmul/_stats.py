@@ -194,7 +194,7 @@ def _sample(
     sides = operand.granularity.along(operand.ndim)
     values = take(operand.values, (1,) * operand.ndim)
     scale = take(operand.scale.reshape(operand.scale.shape or (1,) * operand.ndim), sides)
-    scale = times(jnp.ones(scale.shape), factors_of(scale))
+    scale = times(jnp.ones(scale.shape, jnp.float32), factors_of(scale))
     inner = tuple(sides[axis] for axis in axes.contracted)
     if max(inner) > 1:
         scale = PerBlock((1, 1, *inner)).expand(scale, values.shape)

@@ -358,6 +358,15 @@ def test_zeros_and_what_is_not_finite():
         assert (found.one_sign, found.promoted) == (wanted.one_sign, wanted.promoted)
 
 
+@pytest.mark.parametrize("name", ["rowwise", "mxfp8"])
+def test_x64(name):
+    dot = lambda: fp8.dot(X, W, recipe=RECIPES[name], name="layer")
+    (wanted,) = sums_of(dot).values()
+    with jax.enable_x64(True):
+        (found,) = sums_of(dot).values()
+    assert (found.one_sign, found.promoted) == (wanted.one_sign, wanted.promoted)
+
+
 def test_programs():
     """Each of casts, sums and nothing has its own program, and keeps it."""
     run = jax.jit(lambda x: fp8.dot(x, W, recipe=RECIPES["current"], name="layer"))
