@@ -128,7 +128,7 @@ def of_dry_run() -> tuple[Part, ...]:
 def of_compile_only(chips: Sequence[str], minutes: float) -> tuple[Part, ...]:
     """The programs of all parts for chips that are not there, each chip with the same time."""
     seconds = (60 * minutes - START) / len(chips)
-    for_bits = min(60.0, seconds / 5)
+    for_bits = min(60.0, seconds / 8)
     for_programs = seconds - for_bits
     sections = "copies,checks,casts,layers,experts,matmuls,steps"
     parts = []
