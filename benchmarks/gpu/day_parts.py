@@ -23,11 +23,8 @@ MOST_TESTERS = 12
 # What came of a part. A part that passed may still have results below a mark.
 PASSED, FAULTS, CUT, CRASHED = "passed", "found faults", "cut off", "crashed"
 SKIPPED = "skipped"  # of a rehearsal: nothing of the part can run without a GPU
-LAYERS = tuple(
-    f"forward and backward, {name}"
-    for name in ("bf16", "delayed", "current", "blockwise", "rowwise")
-)
-"""Layers compile one by one, some for 20 s. Others would take the time of named kernels."""
+LAYERS = ("bf16", "delayed", "current", "blockwise", "rowwise", "flax", "plain pattern")
+"""Contenders of layers, also with named kernels. They compile one by one, some for 20 s."""
 RUN, BITS, TUNE = (f"benchmarks/gpu/{name}.py" for name in ("run", "bits", "autotune"))
 
 
@@ -72,8 +69,8 @@ def timed(name: str, sections: str, minutes: float, decides: str, *match: str) -
     )
 
 
-def of_day() -> tuple[Part, ...]:
-    """The parts on a GPU, in their order: half an hour in all."""
+def of_day(block: str = "Llama 3 8B") -> tuple[Part, ...]:
+    """The parts on a GPU, in their order: half an hour in all. `block` has the timed layers."""
     testers = min(len(os.sched_getaffinity(0)), MOST_TESTERS)
     # -v prints each result when it is known, so that the log of a cut-off run has them. A test of
     # more than 100 s writes its stack, because a kernel may hang.
@@ -98,7 +95,11 @@ def of_day() -> tuple[Part, ...]:
         ),
         timed("casts", "copies,casts", 1.5, "which backend casts"),
         timed(
-            "layers", "layers", 4, "which kernels a recipe gets, and what a layer gains", *LAYERS
+            "layers",
+            "layers",
+            4,
+            "which kernels a recipe gets, and what a layer gains",
+            *(f"{block}, forward and backward, {name}" for name in LAYERS),
         ),
         timed("matmuls", "matmuls", 1.5, "which backend multiplies"),
         timed("experts", "experts", 2.5, "which kernels experts get, and what they gain"),
@@ -121,7 +122,7 @@ def of_dry_run() -> tuple[Part, ...]:
             environment=(),
             gpu=False,
         )
-        for part in of_day()
+        for part in of_day(block="tiny")
     )
 
 

@@ -47,7 +47,7 @@ def start(folder, parts, *words, **fields):
         f"part({name!r}, {code if code.endswith('.py') else BEGIN + code!r}, **{how!r}), "
         for name, (code, how) in parts.items()
     )
-    code = f"{TABLE}\nday_parts.of_day = lambda: ({listed})\nsys.exit(day.main(sys.argv[1:]))"
+    code = f"{TABLE}\nday_parts.of_day = lambda **_: ({listed})\nsys.exit(day.main(sys.argv[1:]))"
     begin = [sys.executable, "-c", code, "--folder", str(folder), *words]
     pipe = subprocess.PIPE
     return subprocess.Popen(begin, stdin=pipe, stdout=pipe, stderr=pipe, text=True, **fields)
@@ -285,7 +285,7 @@ def test_tests_become_rows(hangs, tmp_path):
     code = f"""{TABLE}
 command = ("-m", "pytest", *{own!r}, "--junitxml={{folder}}/truth.xml")
 truth = day_parts.Part(name="truth", command=command, seconds={6.0 if hangs else 60.0}, decides="")
-day_parts.of_day = lambda: (truth,)
+day_parts.of_day = lambda **_: (truth,)
 sys.exit(day.main(sys.argv[1:]))
 """
     command = [sys.executable, "-c", code, "--folder", str(tmp_path)]

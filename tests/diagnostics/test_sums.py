@@ -183,7 +183,9 @@ EQUATIONS = [
 @pytest.mark.parametrize(
     ("equation", "of_x", "of_w"), EQUATIONS, ids=["many", "batch", "order", "vector", "two"]
 )
-@pytest.mark.parametrize("name", ["current", "rowwise", "blockwise"])
+@pytest.mark.parametrize(
+    "name", ["current", pytest.param("rowwise", marks=pytest.mark.slow), "blockwise"]
+)
 def test_axes(equation, of_x, of_w, name):
     """Without tiles the sample is compared with NumPy. With them it must exist."""
     x, w = array(*of_x), array(*of_w)
@@ -428,10 +430,7 @@ SPECS = {
     "kept": (P("data"), P(None, "model"), P("data", "model")),
     "contracted": (P("data", "model"), P("model"), P("data")),
 }
-FEW = {
-    ("delayed", AxisType.Explicit, "kept"), ("rowwise", AxisType.Auto, "contracted"),
-    ("mxfp8", AxisType.Explicit, "contracted"),
-}  # fmt: skip
+FEW = {("rowwise", AxisType.Auto, "contracted"), ("mxfp8", AxisType.Explicit, "contracted")}
 
 
 @pytest.mark.parametrize(
@@ -456,12 +455,13 @@ def test_global_arrays(name, kind, split):
     assert_same(rows, on_one_device(name))
 
 
+SHARDED = {("delayed", True), ("blockwise", False)}
+
+
 @pytest.mark.parametrize(
     ("name", "gathered"),
     [
-        pytest.param(
-            name, gathered, marks=() if gathered == (name == "delayed") else pytest.mark.slow
-        )
+        pytest.param(name, gathered, marks=() if (name, gathered) in SHARDED else pytest.mark.slow)
         for name in MESHES
         for gathered in (False, True)
         if (name, gathered) != ("blockwise", True)
