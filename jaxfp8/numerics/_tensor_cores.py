@@ -138,7 +138,7 @@ def sums_of(lhs: Array, rhs: Array, scales: tuple[Array, Array] | None = None) -
             if not factors:
                 return total
             of_rows, of_columns = factors[0][:, None], factors[1][None]
-            # The smaller scale first, as in kernels. So no product overflows if no result does.
+            # The smaller scale first, so that no product overflows if no result does.
             return (total * jnp.minimum(of_rows, of_columns)) * jnp.maximum(of_rows, of_columns)
 
         def dot(a: Array, b: Array) -> Array:
