@@ -163,7 +163,7 @@ def predict(of: Matmul, given: tuple[Any, ...], chip: str) -> np.ndarray:
 
 
 def exact(of: Matmul, given: tuple[Any, ...]) -> np.ndarray:
-    """The product of what the operands stand for, [M, N] float64."""
+    """The matmul of the dequantized operands, [M, N] float64."""
     wide = []
     for values, scale in (predicted.matrix(q, of.last, of.rule) for q in given):
         along = values.shape[1] if scale.shape[1] == 1 else of.rule.every

@@ -1,4 +1,4 @@
-"""Check and time everything on a new GPU, in parts of one half hour that can be continued.
+"""Check and time everything on a new GPU, in half an hour that can be divided into calls.
 
     python -m benchmarks.gpu.day
 

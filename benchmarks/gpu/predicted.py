@@ -11,7 +11,7 @@ What is not known:
   those of CUTLASS's kernels: K in order, promoted every 128. It may split K.
 - The order in which cuBLASLt multiplies two scales that are no powers of two.
 
-Letters: M N K the axes of the matmul, T the side of a tile along K.
+Letters: M N K the axes of the matmul; C tiles along K, each with scales of its own.
 
 References:
   MMA-Sim, arXiv 2511.10909; DeepSeek-V3, arXiv 2412.19437, section 3.3.2; CUTLASS,

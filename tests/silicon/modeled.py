@@ -70,6 +70,6 @@ def tensor_cores():
 
 
 def bits(function, *arguments):
-    """The result of a kernel, to the bit of an H200 as far as MMA-Sim knows it."""
+    """The result of a kernel whose tensor cores are modeled."""
     with tensor_cores():
         return np.asarray(interpreted(function, *arguments))

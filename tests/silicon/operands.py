@@ -28,7 +28,7 @@ def values(kind, seed, shape, dtype):
 
 
 def same_bits(got, wanted):
-    """Fails unless all float32 have the same bits; a NaN needs only be one."""
+    """Fails unless all float32 have the same bits. Any NaN equals any other NaN."""
     got, wanted = (np.asarray(x, np.float32) for x in (got, wanted))
     assert got.shape == wanted.shape
     different = (got.view(np.uint32) != wanted.view(np.uint32)) & ~(

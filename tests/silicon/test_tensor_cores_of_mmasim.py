@@ -29,7 +29,7 @@ def test_hopper(lhs, rhs, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("lhs", "rhs"), [(0, 0), (0, 1), (1, 0)])
+@pytest.mark.parametrize(("lhs", "rhs"), [(0, 0), (0, 1), (1, 0), (1, 1)])
 def test_blackwell(lhs, rhs, kind):
     given = operands(kind, FORMATS[lhs], FORMATS[rhs])
     same_bits(predicted.tcgen05(*given), mmasim_cores.blackwell(*given))

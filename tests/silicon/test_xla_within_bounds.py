@@ -1,7 +1,7 @@
 """XLA's matmuls on a CPU differ from tensor cores by no more than tensor cores can lose.
 
-The bound is that of the model, result by result: each of the 33 terms of a step loses less than a
-unit, and the sum less than its last bit.
+The bound is that of the model, for each result. Each of the 33 terms of a step loses less than a
+unit. The sum of a step loses less than its last bit.
 """
 
 import sys
