@@ -78,10 +78,10 @@ def matmuls(chip: str) -> Iterator[Matmul]:
             name=f"rows, wgrad{title}", backend="mosaic", granularities=(columns, columns),
             scales="float32", rule=rule, last=False, recipe="rowwise",
         )  # fmt: skip
-    yield Matmul(
-        name="rows", backend="xla", granularities=(rows, rows), scales="power of two",
-        rule=predicted.FULL, recipe="rowwise",
-    )  # fmt: skip
+        yield Matmul(
+            name=f"rows{title}", backend="xla", granularities=(rows, rows), scales="power of two",
+            rule=rule, recipe="rowwise",
+        )  # fmt: skip
     for name, lhs, rhs, side, last in (
         ("1x128 @ 128x128", TILES[128], fp8.PerBlock((128, 128)), 128, True),
         ("1x128 @ 1x128, wgrad", *[fp8.PerBlock((128, 1))] * 2, 128, False),
