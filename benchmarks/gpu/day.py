@@ -55,6 +55,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--parts", metavar="NAMES", help="only these, with commas between them")
     parser.add_argument("--again", metavar="NAMES", help="run these again, and no others")
+    parser.add_argument("--commit", help="commit of the code, if git is missing")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
         "--dry-run", action="store_true", help="tiny shapes on a CPU; the numbers mean nothing"
@@ -74,7 +75,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         "dry run" if arguments.dry_run else "compile only" if arguments.compile_only else "GPU"
     )
     rehearsal = "" if arguments.mode == "GPU" else f"_{arguments.mode.replace(' ', '_')}"
-    arguments.folder = (arguments.folder or Path(FOLDER + rehearsal)).absolute()
+    arguments.folder = (arguments.folder or ROOT / (FOLDER + rehearsal)).absolute()
     table = (
         day_parts.of_dry_run()
         if arguments.dry_run
@@ -108,21 +109,25 @@ def main(words: Sequence[str] | None = None) -> int:
         known = {} if arguments.again else state["parts"]
         left = [part for part in arguments.table if part.name not in known]
         check(left, 60 * arguments.minutes)
-    except (RefusedError, NoResultsError) as error:
+    except (RefusedError, NoResultsError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return REFUSED
     # Both must reach the `finally` that ends a part. In the background SIGINT is ignored else.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    # SIGHUP comes when a connection is lost.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     run.prefer_ptxas_of_wheels()
+    if arguments.commit:
+        os.environ["JAXFP8_COMMIT"] = arguments.commit  # for all parts
     reported = True
     while left:
         part, seconds = left[0], 60 * arguments.minutes - (time.monotonic() - started)
         if part.seconds > seconds + 0.1:  # the call itself takes some milliseconds
             break
-        if state["parts"].pop(part.name, None):
+        before = state["parts"].pop(part.name, None)
+        if before:
             write(folder / "day.json", state)  # now, because this try may be ended
-        day_parts.keep_old(part, folder)
+        day_parts.keep_old(part, folder, before)
         say(f"{part.name}: at most {part.seconds:.0f} s, {folder / part.name}.log")
         ending = run_part(part, folder, arguments.mode)
         state["parts"][part.name] = found = day_parts.outcome(part, ending, folder)
@@ -172,7 +177,7 @@ def check(parts: Sequence[Part], seconds: float) -> None:
                 f"the part {part.name!r} needs sections {sorted(unknown)}, which run.py does not "
                 "have. Name the other parts by --parts."
             )
-        if part.seconds > seconds:
+        if part.seconds > seconds and part is parts[0]:  # others are left for later calls
             raise RefusedError(
                 f"the part {part.name!r} may take {part.seconds:.0f} s, but --minutes allows "
                 f"{seconds:.0f} s. Write a larger --minutes, or name the other parts by --parts."

@@ -250,10 +250,18 @@ def write(path: Path, value: Any) -> None:
     unfinished.replace(path)
 
 
-def keep_old(part: Part, folder: Path) -> None:
-    """Renames the files of an earlier try, so that they are not taken for this one's."""
-    for ending in ("json", "md", "xml", "log"):
-        path = folder / f"{part.name}.{ending}"
+def keep_old(part: Part, folder: Path, before: dict[str, Any] | None) -> None:
+    """Renames the files of an earlier try, so that they are not taken for this one's.
+
+    `before` is its entry in `day.json`, if it ended.
+    """
+    endings = [".json", ".md", ".xml", ".log"]
+    # autotune skips what its table has. So it goes on after a try that was cut off, but after a
+    # whole one it would time nothing.
+    if before is not None and before["outcome"] in (PASSED, FAULTS):
+        endings.append("_timings.json")
+    for ending in endings:
+        path = folder / f"{part.name}{ending}"
         if path.exists():
             number = next(n for n in itertools.count(1) if not Path(f"{path}.{n}").exists())
             path.rename(f"{path}.{number}")
@@ -292,11 +300,14 @@ def read(folder: Path) -> Files:
             content = json.loads(path.read_text())
         except ValueError as error:
             content = {"rows": [{"status": "failed", "file": path.name, "reason": str(error)}]}
+        if not isinstance(content, dict):
+            continue  # a file of others
+        rows = content.get("rows")
         if path.name == "day.json":
             files.state.update(content)
         elif "schema" in content and "times" in content:
             files.timings[path.stem] = content
-        elif all("status" in row for row in content.get("rows", ({},))):
+        elif isinstance(rows, list) and all(isinstance(r, dict) and "status" in r for r in rows):
             files.results[path.stem] = content
     if not (files.state or files.results or files.timings):
         raise NoResultsError(

@@ -367,8 +367,16 @@ def median(row: Row) -> float:
 
 def bits(results: Mapping[str, Any]) -> Iterator[str]:
     """Outputs that differ from the prediction. For libraries they are a figure, and no fault."""
-    rows = [row for result in results.values() for row in result["rows"] if "different" in row]
-    yield from table(("path", "status", "outputs", "different"), rows)
+    errors = ("distance", "error", "error_of_prediction")
+    rows = [
+        dict.fromkeys(("nearest", *errors), "")
+        | row
+        | {name: f"{row[name]:.2g}" for name in errors if name in row}
+        for result in results.values()
+        for row in result["rows"]
+        if "different" in row
+    ]
+    yield from table(("path", "status", "outputs", "different", *errors, "nearest"), rows)
 
 
 def tilings(timings: Mapping[str, Any]) -> Iterator[str]:

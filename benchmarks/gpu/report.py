@@ -44,11 +44,17 @@ def machine(target: Target, commit: str | None) -> dict[str, Any]:
         "versions": {"python": platform.python_version()}
         | {n: v for n in PACKAGES if (v := installed(n))},
         "xla_flags": os.environ.get("XLA_FLAGS"),
-        "commit": commit or git("rev-parse", "HEAD"),
-        "changed_files": len(
-            (git("status", "--porcelain", "--untracked-files=no") or "").splitlines()
-        ),
+        # A copy without .git gets it from the caller.
+        "commit": commit or os.environ.get("JAXFP8_COMMIT") or git("rev-parse", "HEAD"),
+        "changed_files": changed_files(),
     }
+
+
+def changed_files() -> int | None:
+    """How many files differ from the commit. None if git cannot say."""
+    if git("rev-parse", "HEAD") is None:
+        return None
+    return len((git("status", "--porcelain", "--untracked-files=no") or "").splitlines())
 
 
 def installed(package: str) -> str | None:

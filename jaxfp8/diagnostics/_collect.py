@@ -223,16 +223,19 @@ def _sum_rows(records: _Records) -> list[SumRow]:
 
 
 def _sum_row(layer: str, matmul: Matmul, records: list[SumStats]) -> SumRow:
-    def largest(field: str) -> float:
-        return float(np.max([np.asarray(getattr(each, field)) for each in records]))
+    def largest(field: str, of: list[SumStats] = records) -> float:
+        return float(np.max([np.asarray(getattr(each, field)) for each in of]))
 
+    # The figure of "fast" is that of calls which are fast, if there are some. Others must not
+    # mark the row, and tiles, which have no such figure, must not hide it.
+    fast = [each for each in records if each.in_use == "fast"]
     return SumRow(
         layer=layer,
         matmul=matmul,
         k=max(each.k for each in records),
         one_sign=largest("one_sign"),
-        in_use="fast" if any(each.in_use == "fast" for each in records) else "promoted",
-        fast=largest("fast"),
+        in_use="fast" if fast else "promoted",
+        fast=largest("fast", fast or records),
         promoted=largest("promoted"),
         outputs=sum(each.outputs for each in records),
         calls=len(records),

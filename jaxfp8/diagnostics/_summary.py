@@ -247,7 +247,9 @@ def _cells_of_sums(rows: Sequence[SumRow]) -> list[list[str]]:
     def error(row: SumRow, name: str) -> str:
         value = getattr(row, name)
         mark = " !" if value > _MOST_OF_SUMS and name == row.in_use else ""
-        return "-" if np.isnan(value) else f"{100 * value:.3g} %{mark}" if value else "0"
+        if np.isnan(value):  # of tiles, unless a sum is not finite
+            return "-" if np.isfinite(row.promoted) else "nan"
+        return f"{100 * value:.3g} %{mark}" if value else "0"
 
     return [
         titles,

@@ -196,9 +196,11 @@ def _sample(
     scale = take(operand.scale.reshape(operand.scale.shape or (1,) * operand.ndim), sides)
     scale = times(jnp.ones(scale.shape, jnp.float32), factors_of(scale))
     inner = tuple(sides[axis] for axis in axes.contracted)
-    if max(inner) > 1:
+    if max(inner, default=1) > 1:
         scale = PerBlock((1, 1, *inner)).expand(scale, values.shape)
-    return values, jnp.broadcast_to(scale, values.shape)
+    scale = jnp.broadcast_to(scale, values.shape)
+    # Without a contracted axis each sum has one product.
+    return (values, scale) if inner else (values[..., None], scale[..., None])
 
 
 def _in_steps(values: Array, scale: Array, step: int, in_tiles: bool) -> tuple[Array, Array]:

@@ -279,7 +279,7 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     dgrad, wgrad = _gathered_once(call.places.g, g.now["dgrad"], g.now["wgrad"])
     of_sums = (
         *_sum_stats(call, rows, "dgrad", dgrad, w),
-        *_sum_stats(call, rows, "wgrad", x, wgrad),
+        *(_sum_stats(call, rows, "wgrad", x, wgrad) if types.learns_w else ()),
     )
     send_stats(call.watched, (*watched, *g.watched, *of_x, *of_w, *of_sums))
     axes = call.geometry.fprop.lhs, call.geometry.dgrad.lhs, call.geometry.dgrad.lhs

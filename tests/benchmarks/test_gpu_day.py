@@ -165,7 +165,7 @@ def test_a_part_that_hangs_is_ended_with_its_children(tmp_path):
         wait_for(lambda name=name: not alive((tmp_path / name).read_text()))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_what_is_done_survives_the_end_of_the_call(how, tmp_path):
     """The part that runs ends with the call, and runs again in the next one."""
     second = """
@@ -208,7 +208,7 @@ def test_a_fault_of_the_report_costs_no_part(tmp_path):
 def test_what_cannot_run_is_refused_first(tmp_path):
     fine = {"fine": ("write('ok')", {})}
     missing = {**fine, "bits": (str(tmp_path / "bits.py"), {})}
-    long = {**fine, "long": ("write('ok')", {"seconds": 61.0})}
+    long = {"long": ("write('ok')", {"seconds": 61.0}), **fine}
     sections = {**fine, "step": ("benchmarks/gpu/run.py", {"more": ("--sections", "copies,no")})}
     for parts, words, reason in (
         (missing, [], "bits.py, which does not exist"),
@@ -232,10 +232,11 @@ def test_variables_of_a_part(tmp_path):
         "all": (f"{code}; assert os.getcwd() == {str(ROOT)!r}; assert not sys.stdin.read()", {}),
     }
     environment = os.environ | {"PYTHONPATH": "/given", "JAX_COMPILATION_CACHE_DIR": "/given"}
-    status, text = run(tmp_path, parts, env=environment)
+    status, text = run(tmp_path, parts, "--commit", "4b9ad2e", env=environment)
     assert status == 0, text
     own, given = (json.loads((tmp_path / name).read_text()) for name in parts)
     assert given["PYTHONPATH"] == f"{ROOT}{os.pathsep}/given"
+    assert given["JAXFP8_COMMIT"] == "4b9ad2e"
     assert given["PYTHONUNBUFFERED"] == "1"
     assert given["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
     assert given["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "cache" / "all")
@@ -243,6 +244,44 @@ def test_variables_of_a_part(tmp_path):
     code = f"{TABLE}\nassert 'jax' not in sys.modules\nprint([p.name for p in day_parts.of_day()])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("['truth', 'checks', 'bits', ")
+
+
+def test_the_day_asks_for_what_there_is():
+    """Layers whose names match nothing, or shapes that cannot be read, would show on a GPU only."""
+    code = f"""{TABLE}
+import autotune, layers, target
+parts = {{part.name: part.command for part in day_parts.of_day()}}
+words = parts["layers"]
+texts = [text for word, text in zip(words, words[1:]) if word == "--match"]
+chip = target.Target(chip="h200", device=None)
+names = [case.name for case in layers.cases(layers.BLOCKS, chip)]
+for text in texts:
+    assert any(text in name for name in names), text
+assert any(layers.BLOCKS[0].name in text for text in texts)
+sys.argv = [*parts["tuning"]]
+for shape in autotune.parse().shapes:
+    assert len([*map(int, shape.split(","))]) == 3
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "goes_on"), [("passed", False), ("found faults", False), ("cut off", True)]
+)
+def test_timings_of_an_earlier_try(before, goes_on, tmp_path):
+    """autotune skips what its table has, so a whole table must go before a part runs again."""
+    for name in ("tuning.json", "tuning_timings.json"):
+        (tmp_path / name).write_text("{}")
+    code = f"""{TABLE}
+import pathlib
+day_parts.keep_old(part("tuning", ""), pathlib.Path({str(tmp_path)!r}), {{"outcome": {before!r}}})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    kept = "tuning_timings.json" if goes_on else "tuning_timings.json.1"
+    assert {path.name for path in tmp_path.iterdir()} == {"tuning.json.1", kept}
 
 
 def test_half_an_hour_in_parts_of_ten_minutes():
@@ -401,11 +440,13 @@ def test_choices_of_a_report(tmp_path):
     assert right[1] in report
     assert '- **casts="triton" (triton) must be withdrawn from every automatic choice**' in report
     bits = {"path": "QGMMA", "status": "failed", "outputs": 1000, "different": 7, "reason": "no"}
-    write(tmp_path, "bits", [bits, bits | {"path": "xla", "status": "ok"}], finished="Not finished")
+    errors = {"distance": 1e-4, "error": 0.0125, "error_of_prediction": 0.0144}
+    library = bits | {"path": "xla", "status": "ok", "nearest": "never promoted", **errors}
+    write(tmp_path, "bits", [bits, library], finished="Not finished")
     report = report_of(tmp_path)
     assert "- bits: QGMMA: no" in report
     assert "- bits: xla" not in report  # the order of a library's sums is no promise
-    assert "| xla | ok | 1000 | 7 |" in report
+    assert "| xla | ok | 1000 | 7 | 0.0001 | 0.013 | 0.014 | never promoted |" in report
     assert "- bits: the run did not finish" in report
 
 

@@ -210,6 +210,44 @@ def test_axes(equation, of_x, of_w, name):
     check(row, losses((lhs, np.ones(lhs.shape)), (rhs, np.ones(rhs.shape))))
 
 
+@pytest.mark.parametrize("name", ["current", "rowwise", "blockwise"])
+def test_sums_of_one_product(name):
+    """The gradient of a weight that multiplies one row has no contracted axis."""
+    step = jax.grad(lambda w: fp8.dot(X[0], w, recipe=RECIPES[name], name="layer").sum())
+    row = sums_of(lambda: step(W))["wgrad"]
+    assert (row.k, row.one_sign, row.outputs) == (1, 1.0, 64 * 64)
+    assert row.promoted < 1e-3  # a product of two FP8 values has few bits
+
+
+def test_frozen_weights_have_no_wgrad():
+    step = jax.grad(lambda x: fp8.dot(x, W, recipe=RECIPES["current"], name="layer").sum())
+    frozen = lambda: step(X)
+    assert sums_of(frozen).keys() >= {"fprop", "dgrad"}
+
+
+def test_calls_of_one_name():
+    """The figure of "fast" is that of fast calls: others neither hide nor mark a row."""
+    x, w = jnp.abs(array(8, 4096)), jnp.abs(array(4096, 8))
+    current, tiles = RECIPES["current"], RECIPES["blockwise"]
+
+    def row(*calls):
+        dot = functools.partial(fp8.dot, name="layer")
+        return sums_of(lambda: [dot(x[:, :k], w[:k], **how) for k, how in calls])["fprop"]
+
+    hidden = row((4096, {"recipe": current}), (4096, {"recipe": tiles}))
+    assert (hidden.in_use, hidden.fast > 0.05) == ("fast", True)
+    exact = {"recipe": current, "precision": "highest"}
+    harmless = row((128, {"recipe": current}), (4096, exact))
+    assert (harmless.in_use, harmless.fast < 0.01) == ("fast", True)
+
+
+def test_a_sum_that_is_not_finite_is_no_tile():
+    with fp8.diagnostics.collect(sums=True) as records:
+        fp8.dot(jnp.asarray(X).at[0, 0].set(jnp.nan), W, recipe=RECIPES["current"], name="layer")
+    line = str(fp8.diagnostics.summary(records)).splitlines()[-2]
+    assert line.split()[4:6] == ["nan", "nan"]
+
+
 LONG = 4096
 
 
