@@ -222,6 +222,9 @@ def test_what_cannot_run_is_refused_first(tmp_path):
     assert run(tmp_path / "folder", fine)[0] == 0
     status, text = run(tmp_path / "folder", fine, "--dry-run")
     assert (status, "has results of the mode 'GPU'" in text) == (2, True), text
+    (tmp_path / "folder" / "day.json").write_text("{")  # damaged
+    assert run(tmp_path / "folder", fine)[0] == 2
+    assert run(tmp_path / "folder" / "day.json", fine)[0] == 2  # a file where a folder must be
 
 
 def test_variables_of_a_part(tmp_path):
