@@ -14,12 +14,13 @@ Needs: a GPU; with `--compile-only` the wheels of jax[cuda13]; with `--dry-run` 
 """
 
 import argparse
-import os
 import shlex
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import run
 
 
 def parse() -> argparse.Namespace:
@@ -42,22 +43,10 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    # These variables have no effect after jax is imported.
-    if arguments.dry_run or arguments.compile_only:
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    elif os.environ.get("JAX_PLATFORMS") == "cuda":
-        os.environ["JAX_PLATFORMS"] = "cuda,cpu"  # the prediction runs on the CPU
+    target = run.target_of(arguments)
     import bits_cases
     import report
-    import target as targets
 
-    if arguments.dry_run:
-        target = targets.cpu()
-    elif arguments.compile_only:
-        target = targets.described(arguments.compile_only)
-    else:
-        target = targets.here(arguments.chip)
     outputs = min(arguments.outputs, 2**12) if arguments.dry_run else arguments.outputs
     words = [word for word in sys.argv[1:] if not word.endswith(".json") and word != "--json"]
     result: dict[str, Any] = {

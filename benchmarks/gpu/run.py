@@ -16,6 +16,7 @@ import shlex
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 SECTIONS = ("copies", "checks", "casts", "layers", "steps", "experts", "matmuls")
 CUT_OFF = 1.15
@@ -84,8 +85,8 @@ def prefer_ptxas_of_wheels() -> None:
         os.environ["PATH"] = os.pathsep.join([f"{folder}/cu13/bin", os.environ["PATH"]])
 
 
-def main() -> int:
-    arguments = parse()
+def target_of(arguments: argparse.Namespace) -> Any:
+    """The `target.Target` of a command. Call it before jax is imported."""
     prefer_ptxas_of_wheels()
     # These variables have no effect after jax is imported.
     if arguments.dry_run or arguments.compile_only:
@@ -93,16 +94,21 @@ def main() -> int:
         os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     elif os.environ.get("JAX_PLATFORMS") == "cuda":
         os.environ["JAX_PLATFORMS"] = "cuda,cpu"  # the reference runs on the CPU
-    import report
     import target as targets
-    from suite import Suite, failures
 
     if arguments.dry_run:
-        target = targets.cpu()
-    elif arguments.compile_only:
-        target = targets.described(arguments.compile_only)
-    else:
-        target = targets.here(arguments.chip)
+        return targets.cpu()
+    if arguments.compile_only:
+        return targets.described(arguments.compile_only)
+    return targets.here(arguments.chip)
+
+
+def main() -> int:
+    arguments = parse()
+    target = target_of(arguments)
+    import report
+    from suite import Suite, failures
+
     words = [word for word in sys.argv[1:] if not word.endswith(".json") and word != "--json"]
     result = {
         "command": shlex.join(["python", "benchmarks/gpu/run.py", *words]),
