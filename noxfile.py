@@ -82,7 +82,9 @@ def python312(session: nox.Session) -> None:
 @measured
 def python313(session: nox.Session) -> None:
     """The environment of Python 3.13, and of torch."""
-    session.install(*LATEST, "-e", ".[test,triton,silicon]")
+    session.install(*LATEST, "-e", ".[test,triton]")
+    # To compile the bytecode of torch takes longer than to import it.
+    session.install(*LATEST, "--no-compile", "-e", ".[silicon]")
 
 
 OLDEST, NEWEST, NEXT = (
@@ -266,7 +268,9 @@ def docstrings(session: nox.Session) -> None:
 def silicon(session: nox.Session) -> None:
     """Kernels with modeled tensor cores, and the models beside MMA-Sim."""
     rooms = () if session.posargs else ("tests/silicon",)
-    pytest(session, "python313", "-m", "silicon and not slow", *rooms)
+    # A worker imports torch and JAX for seconds, so one more than cores costs more than it saves.
+    workers = ("-n", str(os.cpu_count() or 1))
+    pytest(session, "python313", *workers, "-m", "silicon and not slow", *rooms)
 
 
 @nox.session(**OLDEST)

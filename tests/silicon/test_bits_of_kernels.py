@@ -93,7 +93,8 @@ def prediction(path, lhs, rhs, multiply=mmasim_cores.hopper):
 @pytest.mark.parametrize("path", PATHS)
 def test_each_path(path):
     given = operands(path, M, N, K)
-    same_bits(modeled.bits(kernel(path), *given), prediction(path, *given))
+    got = modeled.bits(kernel(path), *given)
+    same_bits(got, prediction(path, *given))
 
 
 # 20 shapes: few rows, one column, less than a tile, whole tiles, long K. Each with another tiling,
