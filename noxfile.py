@@ -84,7 +84,8 @@ def python313(session: nox.Session) -> None:
     """The environment of Python 3.13, and of torch."""
     session.install(*LATEST, "-e", ".[test,triton]")
     # To compile the bytecode of torch takes longer than to import it.
-    session.install(*LATEST, "--no-compile", "-e", ".[silicon]")
+    extras = nox.project.load_toml(ROOT / "pyproject.toml")["project"]["optional-dependencies"]
+    session.install("-q", "--no-compile", *extras["silicon"])
 
 
 OLDEST, NEWEST, NEXT = (

@@ -468,7 +468,7 @@ SPECS = {
     "kept": (P("data"), P(None, "model"), P("data", "model")),
     "contracted": (P("data", "model"), P("model"), P("data")),
 }
-FEW = {("rowwise", AxisType.Auto, "contracted"), ("mxfp8", AxisType.Explicit, "contracted")}
+FEW = {("mxfp8", AxisType.Explicit, "contracted")}
 
 
 @pytest.mark.parametrize(
@@ -493,7 +493,7 @@ def test_global_arrays(name, kind, split):
     assert_same(rows, on_one_device(name))
 
 
-SHARDED = {("delayed", True), ("blockwise", False)}
+SHARDED = {("delayed", True)}
 
 
 @pytest.mark.parametrize(
