@@ -146,6 +146,7 @@ def test_types_are_for_users_too():
 
 # By train_gpt.py, conftest.py, nox, and whoever imports noxfile.py. Git ignores them.
 MADE = {"runs", ".jax_cache", ".nox", "__pycache__"}
+MADE |= {"gpu_day", "gpu_day_dry_run", "gpu_day_compile_only"}  # python -m benchmarks.gpu.day
 
 
 def test_the_sdist_holds_what_its_tests_read():
