@@ -37,6 +37,8 @@ FOLDER = "gpu_day"
 CACHE = "cache"
 """The only folder inside of the folder. `cp gpu_day/*.*` leaves it out."""
 UNFINISHED, BROKEN, REFUSED, WRONG = 4, 3, 2, 1  # exit statuses
+FIND = 60
+"""Seconds in which jax must find the GPU."""
 GIVE_UP = 10
 """Seconds to wait for a process that was killed. The driver may hold it for ever."""
 
@@ -109,6 +111,8 @@ def main(words: Sequence[str] | None = None) -> int:
         known = {} if arguments.again else state["parts"]
         left = [part for part in arguments.table if part.name not in known]
         check(left, 60 * arguments.minutes)
+        if left and arguments.mode == "GPU":
+            find_gpu()
     except (RefusedError, NoResultsError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return REFUSED
@@ -182,6 +186,20 @@ def check(parts: Sequence[Part], seconds: float) -> None:
                 f"the part {part.name!r} may take {part.seconds:.0f} s, but --minutes allows "
                 f"{seconds:.0f} s. Write a larger --minutes, or name the other parts by --parts."
             )
+
+
+def find_gpu() -> None:
+    """Ends the call if jax sees no GPU: each part would crash, and count as done."""
+    command = [sys.executable, "-c", "import jax; jax.devices('gpu')"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=FIND, check=False)
+    except subprocess.TimeoutExpired:
+        raise RefusedError(f"jax found no GPU in {FIND} s. Look at `nvidia-smi`.") from None
+    if done.returncode:
+        raise RefusedError(
+            f"no GPU is visible ({done.stderr.strip().splitlines()[-1]}). --dry-run and "
+            "--compile-only rehearse without one."
+        )
 
 
 def run_part(part: Part, folder: Path, mode: str) -> Ending:
