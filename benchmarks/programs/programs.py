@@ -4,6 +4,7 @@ CPU seconds to trace, lower and compile it, instructions, kernels and bytes. Not
 
     python benchmarks/programs/programs.py --blocks 4 12 48 --json result.json
     python benchmarks/programs/programs.py --target h200 --blocks 12 --json result.json
+    python benchmarks/programs/programs.py --model blocks --json result.json
     python benchmarks/programs/programs.py --model llama --json result.json
     python benchmarks/programs/programs.py --model llama --keep residuals --json result.json
     python benchmarks/programs/programs.py --model llama --manual --json result.json
@@ -11,7 +12,11 @@ CPU seconds to trace, lower and compile it, instructions, kernels and bytes. Not
 Each measurement has a process of its own. In each round every recipe is measured once, so that
 other work of the machine slows all of them alike. `_steps.py` has the steps.
 
-Needs: the wheels of jax[cuda13] for h200 and llama, no GPU.
+`mlp` are blocks of two dense layers, `blocks` four unrolled blocks of Llama 3 8B with attention,
+and `llama` a Llama of 80 layers on 8 GPUs. The name of a recipe may end in "+kernels":
+`blocks` then gets `kernels=fp8.Kernels("h200")`.
+
+Needs: the wheels of jax[cuda13] for h200, blocks and llama, no GPU.
 """
 
 import argparse
@@ -29,14 +34,16 @@ from typing import Any
 # The states of "delayed" are settled, as in all steps but the first ones. Those of "unsettled" are
 # not.
 RECIPES = ("bf16", "delayed", "unsettled", "current", "rowwise", "blockwise", "mxfp8")
+WITH_KERNELS = tuple(f"{name}+kernels" for name in RECIPES if name != "bf16")
 BASELINE = "bf16"
 STACKS = ("unrolled", "scanned")
 SECONDS = ("trace_seconds", "lower_seconds", "compile_seconds", "total_seconds")
-COUNTS = ("instructions", "kernels", "bytes")
+COUNTS = ("instructions", "kernels", "small", "temporary_bytes", "bytes")
 # Counts and seconds depend on how many blocks there are, not on their sizes. Bytes depend on sizes,
 # and so does what XLA fuses for a GPU.
 SIDE = {"cpu": 256, "h200": 4096}
-LLAMA_LAYERS = 80
+DEFAULT_BLOCKS = {"mlp": [4, 12, 48], "blocks": [4], "llama": [80]}
+DEFAULT_STACKS = {"mlp": [*STACKS], "blocks": ["unrolled"], "llama": ["scanned"]}
 # What the forward pass of Llama keeps for the backward pass: results of matmuls, or FP8 residuals
 # as well.
 KEEP = ("products", "residuals")
@@ -69,7 +76,7 @@ def row_of(recipe: str, blocks: int, stack: str, runs: list[dict[str, Any]]) -> 
         if len(found) > 1:
             raise RuntimeError(f"programs of {recipe} are not the same: {name} of {found}")
         row[name] = found[0] if found else None
-    return row
+    return row | {"small_kernels": runs[0]["small_kernels"]}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -93,9 +100,9 @@ def cell(row: dict[str, Any], base: dict[str, Any], name: str) -> str:
     )
     if value is None:
         return "-"
-    if row is not base:
-        return f"{value / of_base:.2f}"
-    if name == "bytes":
+    if row is not base and name != "small":
+        return f"{value / of_base:.2f}" if of_base else "-"
+    if name.endswith("bytes"):
         return f"{value / 2**30:.2f} GiB"
     return f"{value:.2f} s" if name in SECONDS else f"{value}"
 
@@ -105,15 +112,24 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--measure", help=argparse.SUPPRESS)
-    parser.add_argument("--model", choices=("mlp", "llama"), default="mlp", help="(default: mlp)")
-    parser.add_argument("--target", choices=SIDE, help="(default: cpu; llama: h200, nothing else)")
     parser.add_argument(
-        "--blocks", type=int, nargs="+", help="(default: 4 12 48; llama: 80 layers)"
+        "--model", choices=("mlp", "blocks", "llama"), default="mlp", help="(default: mlp)"
     )
     parser.add_argument(
-        "--stacks", nargs="+", choices=STACKS, help="(default: both; llama: scanned, nothing else)"
+        "--target", choices=SIDE, help="(default: cpu; blocks and llama: h200, nothing else)"
     )
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument(
+        "--blocks", type=int, nargs="+", help="(default: 4 12 48; blocks: 4; llama: 80 layers)"
+    )
+    parser.add_argument(
+        "--stacks",
+        nargs="+",
+        choices=STACKS,
+        help="(default: both; blocks are unrolled, llama is scanned)",
+    )
+    parser.add_argument(
+        "--recipes", nargs="+", choices=RECIPES + WITH_KERNELS, default=list(RECIPES)
+    )
     parser.add_argument("--features", type=int, help="of mlp (default: 256; h200: 4096)")
     parser.add_argument("--tokens", type=int, help="of mlp (default: 256; h200: 4096)")
     parser.add_argument("--keep", choices=KEEP, default=KEEP[0], help="of llama (%(default)s)")
@@ -122,18 +138,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results")
     given = parser.parse_args()
 
-    llama = given.model == "llama"
-    if llama and given.target == "cpu":
-        parser.error("--model llama compiles for --target h200 only")
-    if llama and (given.stacks == ["unrolled"] or given.features or given.tokens):
-        parser.error("--model llama is scanned, and has its own --features and --tokens")
+    llama, own = given.model == "llama", given.model != "mlp"
+    if own and given.target == "cpu":
+        parser.error(f"--model {given.model} compiles for --target h200 only")
+    if own and (given.stacks or given.features or given.tokens):
+        parser.error(f"--model {given.model} has its own --stacks, --features and --tokens")
+    if given.model != "blocks" and {*given.recipes} & {*WITH_KERNELS}:
+        parser.error("recipes with +kernels need --model blocks")
     if given.manual and not llama:
         parser.error("--manual needs --model llama")
     if given.repeats < 1 or BASELINE not in given.recipes:
         parser.error("needs --repeats of at least 1, and bf16 among --recipes")
-    given.target = given.target or ("h200" if llama else "cpu")
-    given.blocks = given.blocks or ([LLAMA_LAYERS] if llama else [4, 12, 48])
-    given.stacks = ["scanned"] if llama else given.stacks or list(STACKS)
+    given.target = given.target or ("h200" if own else "cpu")
+    given.blocks = given.blocks or DEFAULT_BLOCKS[given.model]
+    given.stacks = given.stacks or DEFAULT_STACKS[given.model]
     given.features = given.features or SIDE[given.target]
     given.tokens = given.tokens or SIDE[given.target]
     return given
@@ -167,8 +185,8 @@ def main() -> None:
 
 def about(given: argparse.Namespace) -> dict[str, Any]:
     """What the figures depend on."""
-    names = ["model", "target", "blocks", "stacks", "recipes", "repeats"]
-    names += ["features", "tokens"] if given.model == "mlp" else ["keep"]
+    names = ["model", "target", "blocks", "recipes", "repeats"]
+    names += {"mlp": ["stacks", "features", "tokens"], "blocks": [], "llama": ["keep"]}[given.model]
     settings = {name: getattr(given, name) for name in names}
     words = (
         f"--{name} {' '.join(map(str, value)) if isinstance(value, list) else value}"

@@ -128,7 +128,7 @@ class Copy:
             return self.operand
         assert isinstance(self.operand, QuantizedTensor)
         assert known is not None
-        return dataclasses.replace(self.operand, scale=known[1, self.row])
+        return dataclasses.replace(self.operand, scale=stored_scale(known, self.row).scale)
 
 
 def _without_scale(operand: QuantizedTensor) -> QuantizedTensor:
@@ -211,10 +211,15 @@ class KnownAmaxes:
 class QuantizerArrays(NamedTuple):
     """The arrays that quantizers need besides a tensor. R are the rows of state."""
 
-    known: Array | None = None  # f32[2, R], see `state._identity.known_scales`
+    known: Array | None = None  # f32[2R], see `state._identity.known_scales`
     ledger: Array | None = None  # f32[BINS, R], collects amaxes, see `state._ledger`
     key: Array | None = None
     amaxes: KnownAmaxes = KnownAmaxes()
+
+
+def stored_scale(known: Array, row: int) -> KnownScale:
+    """The multiplier and the scale of a row of state, each [...], of `QuantizerArrays.known`."""
+    return KnownScale(known[..., row], known[..., known.shape[-1] // 2 + row])
 
 
 class HeldCopies(NamedTuple):

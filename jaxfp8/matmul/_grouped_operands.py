@@ -21,7 +21,7 @@ from jaxfp8._quantized_tensor import CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, Matmul, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.kernels.grouped_matmul._groups import Groups
-from jaxfp8.matmul._arrays import Copy, QuantizerArrays, Rows, name_residuals
+from jaxfp8.matmul._arrays import Copy, QuantizerArrays, Rows, name_residuals, stored_scale
 from jaxfp8.matmul._call import Call
 from jaxfp8.matmul._operands import Quantized, Seen, by_reader, rounding_key
 from jaxfp8.matmul._stats import CastStats, cast_stats
@@ -123,7 +123,7 @@ class _Stack:
         found = tuple(self.amax(each, known) for each in wanted)
         if known is not None and self.tensor != "w":
             # Of one state for all groups XLA sees that each tile has the same scale.
-            one_state = arrays.known is not None and arrays.known.ndim == 2  # [2, rows of state]
+            one_state = arrays.known is not None and arrays.known.ndim == 1
             of_tiles = self._repeated if one_state else self.groups.of_tiles
             known = KnownScale(*map(of_tiles, known))
         return jax.vmap(one)(self.values, found, known, keys)
@@ -180,10 +180,10 @@ class _Stack:
     def known(self, known: Array | None, row: int) -> KnownScale:
         """The stored scale for each group, [E], with its multiplier."""
         assert known is not None
-        pair = known[..., row]
-        if pair.ndim == 1:  # one state for all groups
-            pair = jnp.broadcast_to(pair, (self.groups.experts, 2))
-        return KnownScale(pair[:, 0], pair[:, 1])
+        # One state for all groups has one scale for all.
+        return KnownScale(
+            *(jnp.broadcast_to(each, (self.groups.experts,)) for each in stored_scale(known, row))
+        )
 
     def seen(self, ledger: Array | None, like: Array) -> Seen:
         """The amax for each row of state of the tensor: [E] for a state of each group, else []."""

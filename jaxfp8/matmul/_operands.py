@@ -12,7 +12,14 @@ from jax import lax
 from jaxfp8._quantized_tensor import CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, FP8StateError, Matmul, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
-from jaxfp8.matmul._arrays import Copy, KnownAmaxes, QuantizerArrays, name_amax, name_residuals
+from jaxfp8.matmul._arrays import (
+    Copy,
+    KnownAmaxes,
+    QuantizerArrays,
+    name_amax,
+    name_residuals,
+    stored_scale,
+)
 from jaxfp8.matmul._call import Call
 from jaxfp8.matmul._stats import CastStats, cast_stats
 from jaxfp8.numerics._amax import amaxes
@@ -148,7 +155,7 @@ def by_reader(
 def _stored(call: Call, tensor: Tensor, row: int, arrays: QuantizerArrays) -> KnownScale:
     """The stored scale [] of a stateful quantizer, with its multiplier."""
     assert arrays.known is not None
-    known = KnownScale(arrays.known[0, row], arrays.known[1, row])
+    known = stored_scale(arrays.known, row)
     if not call.amax_axes.manual:
         return known
     if split := getattr(call.places, tensor).manual_axes & varying_axes(known.scale):

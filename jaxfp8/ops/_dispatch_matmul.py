@@ -269,7 +269,7 @@ def _check_untyped_axes(call: Call, quantizers: QuantizerArrays, route: Route) -
     axes, named = call.amax_axes, call.amax_axes.named or frozenset()
     if route.axis is None or not axes.manual or axes.typed or not call.recipe.combines_amaxes:
         return
-    if quantizers.known is not None and quantizers.known.ndim == 2:
+    if quantizers.known is not None and quantizers.known.ndim == 1:
         raise FP8StateError(
             f"one state for all experts needs types inside shard_map over {route.axis!r}. Use "
             "check_vma=True, or a state for each expert."

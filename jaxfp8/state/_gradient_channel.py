@@ -170,10 +170,11 @@ def _scales(state: MatmulState) -> Array:
 
     A multiplier of 1 keeps a broken row from being taken for an unset one.
     """
-    known, broken = known_scales(state), _broken(state)
-    multipliers = jnp.where(broken, np.float32(1.0), known[..., 0, :])
-    scales = jnp.where(broken, np.float32(np.nan), known[..., 1, :])
-    return jnp.stack([multipliers, scales], axis=-2)
+    broken = _broken(state)
+    multipliers, scales = jnp.split(known_scales(state), 2, axis=-1)
+    multipliers = jnp.where(broken, np.float32(1.0), multipliers)
+    scales = jnp.where(broken, np.float32(np.nan), scales)
+    return jnp.concatenate([multipliers, scales], axis=-1)
 
 
 def _broken(state: MatmulState) -> Array:

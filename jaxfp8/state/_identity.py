@@ -216,15 +216,16 @@ def unset_foreign_rows(state: MatmulState) -> MatmulState:
 
 @jax.jit  # traced and lowered once for all equal layers
 def known_scales(state: MatmulState) -> Array:
-    """The encoding multiplier and the scale of each row, f32[..., 2, R].
+    """The encoding multipliers of all rows, then their scales, f32[..., 2R].
 
-    The multiplier is 0 for a row that is unset, and NaN if the state is settled. A row that does
+    A multiplier is 0 for a row that is unset, and NaN if the state is settled. A row that does
     not pass `unset_foreign_rows` counts as unset.
     """
     is_set = is_known(state) & (state.scale > 0)
     multipliers = stored_multiplier(state.scale, is_set, state.settled)
-    # Rows are the last axis, as in all arrays of a state: see `check_layout`.
-    return jnp.stack([multipliers, state.scale], axis=-2)
+    # In one axis, because XLA finds the part of an array that was just put together. It does not
+    # look through a reshape.
+    return jnp.concatenate([multipliers, state.scale], axis=-1)
 
 
 def check_at_use(state: MatmulState) -> MatmulState:

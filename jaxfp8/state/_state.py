@@ -26,7 +26,7 @@ class Probe:
     """The part of a state that exists only inside a differentiated loss."""
 
     ledger: Array | None  # f32[..., BINS, R] zeros; its cotangent has the amaxes. None if frozen
-    # f32[..., 2, R], see `known_scales`. A loop over stacked layers slices one array for both.
+    # f32[..., 2R], see `known_scales`. A loop over stacked layers slices one array for both.
     known: Array
     # Named by the caller, because types do not give them.
     reduce_axes: tuple[str, ...] | None = dataclasses.field(metadata={"static": True})

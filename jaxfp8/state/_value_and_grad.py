@@ -17,11 +17,20 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from jaxfp8._typing import Array, PyTree
+from jaxfp8.numerics._exact import LARGEST
 from jaxfp8.recipes._presets import identity
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._amax import check_axes, manual_axes, types_show_varying, vary_everywhere
+from jaxfp8.sharding._amax import (
+    check_axes,
+    manual_axes,
+    types_show_varying,
+    vary_everywhere,
+    varying_axes,
+)
 from jaxfp8.state._commit import commit_one, nothing_seen
 from jaxfp8.state._identity import check_at_use, known_scales
 from jaxfp8.state._ledger import (
@@ -69,16 +78,19 @@ def recipe_in_context(
 # States of many matmuls, computed on together.
 #
 # What a step does with the state of one matmul takes a hundred small operations. States with equal
-# rows are therefore stacked, a few at a time, and one call does it for each stack.
+# rows are therefore stacked, and one call does it for each stack.
+#
+# The results are many small arrays again: a scale that cuBLASLt reads, or an array of the next
+# state. One kernel writes up to 95 of them. Each has memory of its own, so that the casts of equal
+# layers are equal to the letter. XLA compiles such kernels once.
 
 T = TypeVar("T")
 
-_MOST_STACKED = 6
+_MOST_STACKED = 15
 """The largest number of states in a stack.
 
-Each result is a slice of its stack. XLA compiles equal slices of equal stacks once, and slices of
-other places again. One stack of all layers would thus compile two kernels for each layer. Small
-stacks repeat the operations of a commit. The program of 24 states compiled fastest with 4 to 6.
+With 3 rows the multipliers and scales of 15 states are 90 arrays. XLA:GPU would write those of 16
+in two kernels.
 """
 
 
@@ -95,19 +107,21 @@ def _groups(states: Sequence[MatmulState]) -> list[list[int]]:
         traced = all(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
         together = traced and state.scale.ndim == 1
         alike.setdefault((structure, *map(jax.typeof, leaves)) if together else i, []).append(i)
-    return [
-        places[start : start + _MOST_STACKED]
-        for places in alike.values()
-        for start in range(0, len(places), _MOST_STACKED)
-    ]
+    found = []
+    for places in alike.values():
+        # Stacks of equal size, because XLA compiles the kernels of equal stacks once.
+        size = -(-len(places) // -(-len(places) // _MOST_STACKED))
+        found += [places[start : start + size] for start in range(0, len(places), size)]
+    return found
 
 
 def _by_groups(
-    groups: list[list[int]], function: Callable[..., T], *lists: Sequence[PyTree]
+    groups: list[list[int]], function: Callable[..., T], *lists: Sequence[PyTree], ends: bool = True
 ) -> list[T]:
     """`[function(*each) for each in zip(*lists)]`, with one call for each group.
 
-    The arrays of a group with several states get a leading axis.
+    The arrays of a group with several states get a leading axis. Results are float32 arrays.
+    `ends` says whether they are written to memory, and not only read by the next such call.
     """
     results: dict[int, T] = {}
 
@@ -116,19 +130,69 @@ def _by_groups(
     # keep its old value.
     @jax.jit
     @functools.wraps(function)
-    def together(*stacked: PyTree) -> T:
-        return function(*stacked)
+    def together(*lists: list[PyTree]) -> list[T]:
+        stacked = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in lists)
+        result, count = function(*stacked), len(lists[0])
+        if ends:
+            return _parts(result, count)
+        return [jax.tree.map(lambda leaf, i=i: leaf[i], result) for i in range(count)]
 
     for group in groups:
         members = [[each[i] for i in group] for each in lists]
         if len(group) == 1:
             results[group[0]] = function(*(each[0] for each in members))
-            continue
-        stacked = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in members)
-        result = together(*stacked)
-        for place, i in enumerate(group):
-            results[i] = jax.tree.map(lambda leaf, place=place: leaf[place], result)
+        else:
+            results |= zip(group, together(*members), strict=True)
     return [results[i] for i in range(len(results))]
+
+
+def _parts(stacked: T, count: int) -> list[T]:
+    """A tree of float32[count, ...], as a tree of [...] for each of the stacked states."""
+    leaves, structure = jax.tree.flatten(stacked)
+
+    def slices(*leaves: Array) -> list[list[Array]]:
+        return [[leaf[i] for leaf in leaves] for i in range(count)]
+
+    def in_one_kernel(*leaves: Array) -> list[list[Array]]:
+        rows = [leaf.reshape(count, -1) for leaf in leaves]
+        ends = np.cumsum([row.shape[1] for row in rows])[:-1]
+        # Without the barrier, each kernel that writes parts would compute the whole once more.
+        packed = lax.optimization_barrier(jnp.concatenate(rows, axis=1))
+        # This maximum changes nothing. XLA writes many parts in one kernel if they are computed.
+        # Plain slices are copies, each in a kernel of its own.
+        packed = jnp.maximum(packed, np.float32(-LARGEST))
+        return [
+            [part.reshape(leaf.shape[1:]) for part, leaf in zip(parts, leaves, strict=True)]
+            for parts in (jnp.split(row, ends) for row in packed)
+        ]
+
+    if len({varying_axes(leaf) for leaf in leaves}) > 1:  # these have no common array
+        found = slices(*leaves)
+    else:
+        found = lax.platform_dependent(*leaves, cuda=in_one_kernel, default=slices)
+    return [jax.tree.unflatten(structure, each) for each in found]
+
+
+def _known_scales(groups: list[list[int]], states: Sequence[MatmulState]) -> list[Array]:
+    """`known_scales` of each state."""
+
+    def numbers(state: MatmulState) -> list[Array]:
+        return list(jnp.moveaxis(known_scales(state), -1, 0))
+
+    def together(*states: MatmulState) -> list[Array]:
+        found = _by_groups([[*range(len(states))]], numbers, states)
+        # Each number is an array of its own, which cuBLASLt reads where it is.
+        return [jnp.stack(lax.optimization_barrier(each)) for each in found]
+
+    def apart(*states: MatmulState) -> list[Array]:
+        return [known_scales(state) for state in states]
+
+    found: dict[int, Array] = {}
+    for group in groups:
+        members = [states[i] for i in group]
+        cuda = together if len(group) > 1 else apart
+        found |= zip(group, lax.platform_dependent(*members, cuda=cuda, default=apart), strict=True)
+    return [found[i] for i in range(len(found))]
 
 
 # The gradient by parameters, handles of weights and probes.
@@ -199,7 +263,8 @@ def value_and_grad(
         states, flat = jax.tree.flatten(state, is_leaf=is_state)
         structure: Any = flat  # jax gives it no type
         ledgers = jax.tree.map(vary_everywhere, zero_ledgers(state))
-        scales = structure.unflatten(map(known_scales, states))
+        groups = _groups(states)
+        scales = structure.unflatten(_known_scales(groups, states))
 
         def with_probe(s: MatmulState, ledger: Array, known: Array) -> MatmulState:
             return dataclasses.replace(s, probe=Probe(None if s.frozen else ledger, known, named))
@@ -213,8 +278,7 @@ def value_and_grad(
         value, (grads, cotangents) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(
             _handles_of(params), ledgers
         )
-        groups = _groups(states)
-        amaxes = _by_groups(groups, decode, structure.flatten_up_to(cotangents))
+        amaxes = _by_groups(groups, decode, structure.flatten_up_to(cotangents), ends=False)
         amaxes = reduce_over_mesh(amaxes, states, named)
         seen = [SeenAmax(amax, s.rows) for amax, s in zip(amaxes, states, strict=True)]
         new = _by_groups(groups, commit_one, states, seen) if commit else seen

@@ -38,10 +38,14 @@ REFUSED = [
 ]
 
 
+# The matmul says what is wrong. If a mapped axis has two sizes, JAX says so first.
+MISTAKES = r"stacked along leading axes|1024|state\.probe\.known|different leading axis sizes"
+
+
 @pytest.mark.parametrize(("way", "layers", "axis"), REFUSED)
 def test_along_another_axis(way, layers, axis):
     """No shape of a state tells three layers from three rows, and it is refused all the same."""
-    with pytest.raises(ValueError, match=r"stacked along leading axes|1024"):
+    with pytest.raises(ValueError, match=MISTAKES):
         train(way, layers, axis)
 
 
