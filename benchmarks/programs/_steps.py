@@ -27,6 +27,7 @@ import numpy as np
 import optax
 import transformer
 from _bytes import moved
+from fusions import fusions_of
 from program import Program, size_of
 from targets import state_of, topology
 
@@ -232,4 +233,5 @@ def counts(program: Program, *, on_gpu: bool) -> dict[str, Any]:
         "small": small.total() if on_gpu else None,
         "bytes": moved(program, program.entry) if on_gpu else None,
         "small_kernels": dict(small.most_common()) if on_gpu else {},
+        **(fusions_of(program)._asdict() if on_gpu else {}),
     }

@@ -39,6 +39,8 @@ BASELINE = "bf16"
 STACKS = ("unrolled", "scanned")
 SECONDS = ("trace_seconds", "lower_seconds", "compile_seconds", "total_seconds")
 COUNTS = ("instructions", "kernels", "small", "temporary_bytes", "bytes")
+# Of GPUs: kernels that write less than 64 KiB, and how many fusions differ (`fusions.py`).
+DETAILS = ("small_kernels", "fusions", "different", "different_but_for_constants")
 # Counts and seconds depend on how many blocks there are, not on their sizes. Bytes depend on sizes,
 # and so does what XLA fuses for a GPU.
 SIDE = {"cpu": 256, "h200": 4096}
@@ -76,7 +78,7 @@ def row_of(recipe: str, blocks: int, stack: str, runs: list[dict[str, Any]]) -> 
         if len(found) > 1:
             raise RuntimeError(f"programs of {recipe} are not the same: {name} of {found}")
         row[name] = found[0] if found else None
-    return row | {"small_kernels": runs[0]["small_kernels"]}
+    return row | {name: runs[0][name] for name in DETAILS if name in runs[0]}
 
 
 def table(rows: list[dict[str, Any]]) -> str:

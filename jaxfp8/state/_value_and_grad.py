@@ -13,26 +13,16 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from jaxfp8._typing import Array, PyTree
-from jaxfp8.numerics._exact import LARGEST
 from jaxfp8.recipes._presets import identity
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._amax import (
-    check_axes,
-    manual_axes,
-    types_show_varying,
-    vary_everywhere,
-    varying_axes,
-)
+from jaxfp8.sharding._amax import check_axes, manual_axes, types_show_varying, vary_everywhere
 from jaxfp8.state._commit import commit_one, nothing_seen
-from jaxfp8.state._identity import check_at_use, known_scales
+from jaxfp8.state._identity import check_at_use
 from jaxfp8.state._ledger import (
     check_named,
     decode,
@@ -41,6 +31,7 @@ from jaxfp8.state._ledger import (
     zero_ledgers,
 )
 from jaxfp8.state._state import MatmulState, Probe, SeenAmax, is_state, map_states
+from jaxfp8.state._together import by_groups, groups_of, known_scales_of
 from jaxfp8.weights._quantized_weight import handle, is_weight
 
 # Whether the matmuls of a recipe run in high precision, so that a step can be compared.
@@ -73,126 +64,6 @@ def recipe_in_context(
 ) -> tuple[Recipe, MatmulState | tuple[()] | None]:
     """The recipe and the state that a matmul uses here: its own, or none in high precision."""
     return (identity(), None) if in_high_precision() else (recipe, state)
-
-
-# States of many matmuls, computed on together.
-#
-# What a step does with the state of one matmul takes a hundred small operations. States with equal
-# rows are therefore stacked, and one call does it for each stack.
-#
-# The results are many small arrays again: a scale that cuBLASLt reads, or an array of the next
-# state. One kernel writes up to 95 of them. Each has memory of its own, so that the casts of equal
-# layers are equal to the letter. XLA compiles such kernels once.
-
-T = TypeVar("T")
-
-_MOST_STACKED = 15
-"""The largest number of states in a stack.
-
-With 3 rows the multipliers and scales of 15 states are 90 arrays. XLA:GPU would write those of 16
-in two kernels.
-"""
-
-
-def _groups(states: Sequence[MatmulState]) -> list[list[int]]:
-    """Which states are computed on together: their places, at most `_MOST_STACKED` in a group.
-
-    Only traced states of single matmuls are in a group with others. In eager code nothing is
-    compiled, and messages name single states. States that are stacked already may be split over
-    devices, and two of them in different ways.
-    """
-    alike: dict[Any, list[int]] = {}
-    for i, state in enumerate(states):
-        leaves, structure = jax.tree.flatten(state)
-        traced = all(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-        together = traced and state.scale.ndim == 1
-        alike.setdefault((structure, *map(jax.typeof, leaves)) if together else i, []).append(i)
-    found = []
-    for places in alike.values():
-        # Stacks of equal size, because XLA compiles the kernels of equal stacks once.
-        size = -(-len(places) // -(-len(places) // _MOST_STACKED))
-        found += [places[start : start + size] for start in range(0, len(places), size)]
-    return found
-
-
-def _by_groups(
-    groups: list[list[int]], function: Callable[..., T], *lists: Sequence[PyTree], ends: bool = True
-) -> list[T]:
-    """`[function(*each) for each in zip(*lists)]`, with one call for each group.
-
-    The arrays of a group with several states get a leading axis. Results are float32 arrays.
-    `ends` says whether they are written to memory, and not only read by the next such call.
-    """
-    results: dict[int, T] = {}
-
-    # Equal stacks are traced and lowered once for each call of `_by_groups`. `together` is defined
-    # anew in each call. A user's quantizer may read a global, and a cache that calls share would
-    # keep its old value.
-    @jax.jit
-    @functools.wraps(function)
-    def together(*lists: list[PyTree]) -> list[T]:
-        stacked = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in lists)
-        result, count = function(*stacked), len(lists[0])
-        if ends:
-            return _parts(result, count)
-        return [jax.tree.map(lambda leaf, i=i: leaf[i], result) for i in range(count)]
-
-    for group in groups:
-        members = [[each[i] for i in group] for each in lists]
-        if len(group) == 1:
-            results[group[0]] = function(*(each[0] for each in members))
-        else:
-            results |= zip(group, together(*members), strict=True)
-    return [results[i] for i in range(len(results))]
-
-
-def _parts(stacked: T, count: int) -> list[T]:
-    """A tree of float32[count, ...], as a tree of [...] for each of the stacked states."""
-    leaves, structure = jax.tree.flatten(stacked)
-
-    def slices(*leaves: Array) -> list[list[Array]]:
-        return [[leaf[i] for leaf in leaves] for i in range(count)]
-
-    def in_one_kernel(*leaves: Array) -> list[list[Array]]:
-        rows = [leaf.reshape(count, -1) for leaf in leaves]
-        ends = np.cumsum([row.shape[1] for row in rows])[:-1]
-        # Without the barrier, each kernel that writes parts would compute the whole once more.
-        packed = lax.optimization_barrier(jnp.concatenate(rows, axis=1))
-        # This maximum changes nothing. XLA writes many parts in one kernel if they are computed.
-        # Plain slices are copies, each in a kernel of its own.
-        packed = jnp.maximum(packed, np.float32(-LARGEST))
-        return [
-            [part.reshape(leaf.shape[1:]) for part, leaf in zip(parts, leaves, strict=True)]
-            for parts in (jnp.split(row, ends) for row in packed)
-        ]
-
-    if len({varying_axes(leaf) for leaf in leaves}) > 1:  # these have no common array
-        found = slices(*leaves)
-    else:
-        found = lax.platform_dependent(*leaves, cuda=in_one_kernel, default=slices)
-    return [jax.tree.unflatten(structure, each) for each in found]
-
-
-def _known_scales(groups: list[list[int]], states: Sequence[MatmulState]) -> list[Array]:
-    """`known_scales` of each state."""
-
-    def numbers(state: MatmulState) -> list[Array]:
-        return list(jnp.moveaxis(known_scales(state), -1, 0))
-
-    def together(*states: MatmulState) -> list[Array]:
-        found = _by_groups([[*range(len(states))]], numbers, states)
-        # Each number is an array of its own, which cuBLASLt reads where it is.
-        return [jnp.stack(lax.optimization_barrier(each)) for each in found]
-
-    def apart(*states: MatmulState) -> list[Array]:
-        return [known_scales(state) for state in states]
-
-    found: dict[int, Array] = {}
-    for group in groups:
-        members = [states[i] for i in group]
-        cuda = together if len(group) > 1 else apart
-        found |= zip(group, lax.platform_dependent(*members, cuda=cuda, default=apart), strict=True)
-    return [found[i] for i in range(len(found))]
 
 
 # The gradient by parameters, handles of weights and probes.
@@ -263,8 +134,8 @@ def value_and_grad(
         states, flat = jax.tree.flatten(state, is_leaf=is_state)
         structure: Any = flat  # jax gives it no type
         ledgers = jax.tree.map(vary_everywhere, zero_ledgers(state))
-        groups = _groups(states)
-        scales = structure.unflatten(_known_scales(groups, states))
+        groups = groups_of(states)
+        scales = structure.unflatten(known_scales_of(groups, states))
 
         def with_probe(s: MatmulState, ledger: Array, known: Array) -> MatmulState:
             return dataclasses.replace(s, probe=Probe(None if s.frozen else ledger, known, named))
@@ -278,10 +149,10 @@ def value_and_grad(
         value, (grads, cotangents) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(
             _handles_of(params), ledgers
         )
-        amaxes = _by_groups(groups, decode, structure.flatten_up_to(cotangents), ends=False)
+        amaxes = by_groups(groups, decode, structure.flatten_up_to(cotangents), ends=False)
         amaxes = reduce_over_mesh(amaxes, states, named)
         seen = [SeenAmax(amax, s.rows) for amax, s in zip(amaxes, states, strict=True)]
-        new = _by_groups(groups, commit_one, states, seen) if commit else seen
+        new = by_groups(groups, commit_one, states, seen) if commit else seen
         return value, grads, structure.unflatten(new)
 
     return wrapped

@@ -19,7 +19,7 @@ from primitives import count
 
 import jaxfp8 as fp8
 from jaxfp8.sharding import Shard
-from jaxfp8.state._value_and_grad import _MOST_STACKED
+from jaxfp8.state._together import _MOST_STACKED
 
 RECIPE = fp8.recipes.delayed(history_length=4)
 AXES = ("data", "model")

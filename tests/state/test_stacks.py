@@ -1,5 +1,6 @@
 """States that are computed on together: same bits as one by one, and few slices to compile."""
 
+import dataclasses
 import re
 
 import jax
@@ -10,7 +11,8 @@ from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
 from jaxfp8.state._commit import commit_one
-from jaxfp8.state._value_and_grad import _MOST_STACKED, _by_groups, _groups
+from jaxfp8.state._identity import known_scales
+from jaxfp8.state._together import _MOST_STACKED, by_groups, groups_of, known_scales_of
 
 COMMIT = jax.jit(fp8.commit)
 RECIPES = fp8.recipes.delayed(), fp8.recipes.delayed(history_length=4)
@@ -30,10 +32,21 @@ def states(count, recipes=RECIPES[:1]):
 
 
 def together(old, seen):
-    return _by_groups(_groups(old), commit_one, old, seen)
+    return by_groups(groups_of(old), commit_one, old, seen)
 
 
-@pytest.mark.parametrize("count", [1, _MOST_STACKED, _MOST_STACKED + 1, 3 * _MOST_STACKED + 2])
+@pytest.fixture(params=["cpu", "cuda"])
+def platform(request, monkeypatch):
+    """What that platform would compute."""
+
+    def chosen(*arguments, default, **functions):
+        return functions.get(request.param, default)(*arguments)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
+
+
+@pytest.mark.usefixtures("platform")
+@pytest.mark.parametrize("count", [1, _MOST_STACKED + 1, 3 * _MOST_STACKED + 2])
 def test_same_bits_as_one_by_one(count):
     old, seen = states(count, RECIPES)
     got = jax.jit(together)(old, seen)
@@ -42,11 +55,24 @@ def test_same_bits_as_one_by_one(count):
     assert_same_bits(got, wanted)
 
 
+@pytest.mark.usefixtures("platform")
+@pytest.mark.parametrize("settled", [False, True])
+def test_same_scales_as_one_by_one(settled):
+    """Unset ones too, and those of a foreign row."""
+    old, _ = states(5)
+    old[1] = fp8.init_state(RECIPES[0])
+    old[2] = dataclasses.replace(old[2], fingerprint=old[2].fingerprint * 2)
+    old[3] = dataclasses.replace(old[3], scale=old[3].scale.at[1].set(jnp.nan))
+    old = [dataclasses.replace(state, settled=settled) for state in old]
+    got = jax.jit(lambda tree: known_scales_of(groups_of(tree), tree))(old)
+    assert_same_bits(got, [jax.jit(known_scales)(state) for state in old])
+
+
 @pytest.mark.parametrize("count", [1, _MOST_STACKED, 3 * _MOST_STACKED + 2])
 def test_stacks_hold_every_state_once_and_few_states_each(count):
     old, _ = states(count, RECIPES)
     found = []
-    jax.jit(lambda tree: found.append(_groups(tree)))(old)
+    jax.jit(lambda tree: found.append(groups_of(tree)))(old)
     groups = found[0]
     assert sorted(place for group in groups for place in group) == list(range(count))
     assert max(map(len, groups)) <= _MOST_STACKED
