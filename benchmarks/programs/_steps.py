@@ -42,6 +42,7 @@ class Sizes(NamedTuple):
     """What makes a step: the chip or "cpu", and sizes. Llama has sizes of its own.
 
     `keep` and `manual` are of Llama only: the remat policy, and whether it is inside `shard_map`.
+    `options` are more options of the compiler, "name=value".
     """
 
     model: str
@@ -52,6 +53,7 @@ class Sizes(NamedTuple):
     tokens: int
     keep: str
     manual: bool
+    options: list[str]
 
 
 KEEP = {"products": llama.KEEP_PRODUCTS, "residuals": llama.KEEP_RESIDUALS}
@@ -193,6 +195,11 @@ def measure(name: str, sizes: Sizes) -> dict[str, Any]:
         step, options = mlp(None, sizes, settled), options_of(fp8.recipes.current(), sizes.target)
     else:
         step, options = mlp(recipe, sizes, settled), options_of(recipe, sizes.target)
+
+    words = {"true": True, "false": False}
+    for option in sizes.options:
+        key, value = option.split("=", 1)
+        options[key] = words.get(value, value)
 
     # What jax and XLA do once in a process is not counted.
     one = placed(jax.ShapeDtypeStruct((8, 8), jnp.bfloat16), sizes.target)

@@ -136,6 +136,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="of mlp (default: 256; h200: 4096)")
     parser.add_argument("--keep", choices=KEEP, default=KEEP[0], help="of llama (%(default)s)")
     parser.add_argument("--manual", action="store_true", help="llama inside of jax.shard_map")
+    parser.add_argument(
+        "--option", nargs="+", default=[], metavar="NAME=VALUE",
+        help="more options of the compiler, for all recipes",
+    )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=5, help="(default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results")
     given = parser.parse_args()
@@ -172,7 +176,7 @@ def main() -> None:
     for blocks in given.blocks:
         for stack in given.stacks:
             sizes = [given.model, given.target, blocks, stack == "scanned"]
-            sizes += [given.features, given.tokens, given.keep, given.manual]
+            sizes += [given.features, given.tokens, given.keep, given.manual, given.option]
             rounds = [
                 {recipe: in_a_process(recipe, sizes) for recipe in given.recipes}
                 for _ in range(given.repeats)
@@ -190,6 +194,7 @@ def about(given: argparse.Namespace) -> dict[str, Any]:
     names = ["model", "target", "blocks", "recipes", "repeats"]
     names += {"mlp": ["stacks", "features", "tokens"], "blocks": [], "llama": ["keep"]}[given.model]
     settings = {name: getattr(given, name) for name in names}
+    settings |= {"option": given.option} if given.option else {}
     words = (
         f"--{name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
         for name, value in settings.items()
