@@ -131,8 +131,10 @@ def test_a_scan_counts_as_often_as_its_length():
 def rows_of(tmp_path, *words):
     result = tmp_path / "result.json"
     script = [sys.executable, ROOT / "benchmarks/programs/programs.py"]
-    sizes = ["--blocks", "1", "--features", "32", "--tokens", "32", "--repeats", "1"]
-    given = flags() if "--target" in words else quick_flags()
+    sizes = ["--blocks", "1", "--repeats", "1"]
+    if "--model" not in words:
+        sizes += ["--features", "32", "--tokens", "32"]
+    given = flags() if {"--target", "--model"} & {*words} else quick_flags()
     run = subprocess.run(
         [*script, *sizes, "--json", result, *words],
         env=os.environ | {"XLA_FLAGS": given}, capture_output=True, text=True, check=False,
@@ -182,3 +184,13 @@ def test_compiles_for_h200(tmp_path):
     rows = rows_of(tmp_path, *words)
     assert rows["current"]["kernels"] > rows["bf16"]["kernels"]
     assert all(row["bytes"] > 0 for row in rows.values())
+
+
+@pytest.mark.deviceless
+def test_compiles_blocks_with_kernels(tmp_path):
+    rows = rows_of(tmp_path, "--model", "blocks", "--recipes", "bf16", "blockwise+kernels")
+    in_bf16, in_fp8 = rows.values()
+    assert in_bf16["bytes"] < in_fp8["bytes"]
+    for row in rows.values():
+        assert 0 < row["small"] == sum(row["small_kernels"].values()) < row["kernels"]
+        assert 0 < row["different_but_for_constants"] <= row["different"] <= row["fusions"]
