@@ -5,7 +5,8 @@ direction. The kernel calls the functions of `numerics` on registers, so its rul
 The tiles can also be of rows that are gathered in the same read (`Gathered`).
 
 A block of threads has T rows, and T/S scales for each. TMA writes T scales that are adjacent in
-memory. So the kernel writes scales with the rows as last axis. XLA then gives them the axes of x.
+memory. So the kernel writes scales with the rows as last axis. XLA then gives them the axes of x. A
+scale of T x T is written by itself, in the order of its copy. So no matmul needs it transposed.
 
 Letters: L the leading axes as one, M, K the last two; T = 128; S the side of a tile that shares a
   scale.
@@ -85,16 +86,18 @@ class _Tiling:
     def written(self, shape: Axes, format: Format, rule: ScaleRule) -> _Copy:
         """The arrays that the kernel writes: values [L, M, K] and scales [L, K/S, M].
 
-        Of a transposed copy they are [L, K, M] and [L, M/S, K].
+        If a tile of T x T has one scale, scales are [L, M/T, K/T], as a matmul reads them. Of a
+        transposed copy M and K are exchanged.
         """
         lead, m, k = shape
         rows, columns = (k, m) if self.transposed else (m, k)
+        down, across = pl.cdiv(rows, T), pl.cdiv(columns, T)
         # There are scales for whole tiles of T, because Pallas copies one dimension without a check
         # for the end of a row. For squares smaller than T, each scale is written for every row.
-        across = pl.cdiv(rows, T) * (1 if self.whole else T)
+        scales = (down, across) if self.whole else (across * self.cells, down * T)
         return _Copy(
             jax.ShapeDtypeStruct((lead, rows, columns), format.dtype),
-            jax.ShapeDtypeStruct((lead, pl.cdiv(columns, T) * self.cells, across), _dtype(rule)),
+            jax.ShapeDtypeStruct((lead, *scales), _dtype(rule)),
         )
 
     def staged(self, written: _Copy, rule: ScaleRule) -> _Copy:
@@ -111,7 +114,7 @@ class _Tiling:
             scale = scale[..., :: self.side]
         if self.transposed:
             values = values.swapaxes(1, 2)
-        else:
+        if self.transposed == self.whole:
             scale = scale.swapaxes(1, 2)
         if rule.scale_format is not None:
             scale = lax.bitcast_convert_type(scale, rule.scale_format.dtype)
@@ -330,7 +333,7 @@ class _TilesKernel:
                     self.sums.take(scratch.sums, index, rows)
                 for cell, scale in enumerate(scales):
                     if staged.scales is None:  # one scale for the tile: it is equal in all rows
-                        copy.scales[at.matrix, at.column, at.row] = jnp.max(scale)
+                        copy.scales[at.matrix, at.row, at.column] = jnp.max(scale)
                     else:
                         staged.scales[cell, index] = scale
             # All threads have stored values, scales and sums, and TMA sees them. Without this, TMA
