@@ -45,6 +45,8 @@ def interpreted(function, *arguments):
     """
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
+    # A test may have changed a function of the kernel, for instance to plant a fault.
+    _dispatch.traced_once.clear_cache()
     # also after a test that failed
     interpret_pallas_call.gpu_callbacks.reset_gpu_interpret_mode_state()
     # Fewer processors than tiles, so that each takes several.

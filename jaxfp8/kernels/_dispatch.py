@@ -9,12 +9,14 @@ import dataclasses
 import enum
 import functools
 import importlib
+import itertools
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.lax import platform_dependent
@@ -30,6 +32,19 @@ from jaxfp8.sharding._amax import varying_axes, varying_axes_of_type
 # installed.
 
 
+# `inline`: the caller's program has the operations, without a call.
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def traced_once(run: Callable[..., Any], config: Hashable, *operands: Any) -> Any:
+    """`run(config, *operands)`. Equal calls are traced once in a process.
+
+    JAX keeps the trace by `run`, `config`, the types of the operands, the mesh and its settings.
+    A program lowers a kernel once for each trace. Without this that would be once for each call,
+    and it takes a tenth of a second for a kernel in Pallas. `run` and `config` are hashable, and
+    hold no arrays.
+    """
+    return run(config, *operands)
+
+
 def _on_platform(
     platform: str,
     kernel: Callable[..., Any],
@@ -41,23 +56,46 @@ def _on_platform(
     """`kernel(*args, **kwargs)` on a platform, `elsewhere(like, *args, **kwargs)` on the others.
 
     Both return trees of arrays of the same structure, shapes and dtypes. `like` is that tree, with
-    `jax.ShapeDtypeStruct`s as leaves.
+    `jax.ShapeDtypeStruct`s as leaves. Leaves of arguments that are not arrays are hashable.
     """
-    # The kernel is traced before the choice of a platform, because `elsewhere` needs the types of
-    # its results. The branch of the platform runs this trace.
-    traced, like = jax.make_jaxpr(lambda: kernel(*args, **kwargs), return_shape=True)()
-    of_results: Any = jax.tree.structure(like)
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves]
+    others = (None if array else leaf for leaf, array in zip(leaves, is_array, strict=True))
+    call = _PlatformCall(platform, kernel, elsewhere, structure, tuple(others))
+    return traced_once(_PlatformCall.run, call, *itertools.compress(leaves, is_array))
 
-    def other() -> list[Any]:
-        results = elsewhere(like, *args, **kwargs)
-        assert of_results == jax.tree.structure(results), (results, like)
-        leaves = jax.tree.leaves(results)
-        return [_as(x, aval) for x, aval in zip(leaves, traced.out_avals, strict=True)]
 
-    # Branches without operands: `platform_dependent` takes arrays only, and arguments are trees
-    # with static leaves.
-    results = platform_dependent(default=other, **{platform: jaxpr_as_fun(traced)})
-    return jax.tree.unflatten(of_results, results)
+@dataclasses.dataclass(frozen=True)
+class _PlatformCall:
+    """A call of `_on_platform` without its arrays. Hashable."""
+
+    platform: str
+    kernel: Callable[..., Any]
+    elsewhere: Callable[..., Any]
+    # The structure and the leaves of `(args, kwargs)`. In place of an array there is None.
+    structure: Any
+    leaves: tuple[Any, ...]
+
+    def run(self, *arrays: jax.Array) -> Any:
+        """The result of the call with these arrays."""
+        given = iter(arrays)
+        leaves = [next(given) if leaf is None else leaf for leaf in self.leaves]
+        args, kwargs = jax.tree.unflatten(self.structure, leaves)
+        # The kernel is traced before the choice of a platform, because `elsewhere` needs the types
+        # of its results. The branch of the platform runs this trace.
+        traced, like = jax.make_jaxpr(lambda: self.kernel(*args, **kwargs), return_shape=True)()
+        of_results: Any = jax.tree.structure(like)
+
+        def other() -> list[Any]:
+            results = self.elsewhere(like, *args, **kwargs)
+            assert of_results == jax.tree.structure(results), (results, like)
+            leaves = jax.tree.leaves(results)
+            return [_as(x, aval) for x, aval in zip(leaves, traced.out_avals, strict=True)]
+
+        # Branches without operands: `platform_dependent` takes arrays only, and arguments are trees
+        # with static leaves.
+        results = platform_dependent(default=other, **{self.platform: jaxpr_as_fun(traced)})
+        return jax.tree.unflatten(of_results, results)
 
 
 def _as(x: jax.Array, aval: Any) -> jax.Array:

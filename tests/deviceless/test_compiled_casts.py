@@ -22,11 +22,11 @@ TOKENS, D, F = 1024, 512, 2048
 KERNEL = "mosaic_gpu"
 
 
-def program(recipe, casts):
+def program(recipe, **kernels):
     mesh = Mesh(np.array(topology("h200").devices), ("d",), axis_types=(AxisType.Auto,))
 
     def dot(x, w, state):
-        return fp8.dot(x, w, recipe=recipe, state=state, kernels=fp8.Kernels(casts=casts))
+        return fp8.dot(x, w, recipe=recipe, state=state, kernels=fp8.Kernels(**kernels))
 
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
     arrays = [
@@ -57,8 +57,16 @@ def big_fp8_transposes(text):
     ids=lambda recipe: recipe.name,
 )
 def test_copies_lie_as_their_matmuls_read_them(recipe):
-    assert big_fp8_transposes(program(recipe, "xla"))  # what the kernels save
-    text = program(recipe, "mosaic")
+    assert big_fp8_transposes(program(recipe, casts="xla"))  # what the kernels save
+    text = program(recipe, casts="mosaic")
     assert not big_fp8_transposes(text)
     assert text.count(f'custom_call_target="{KERNEL}') == 3
     assert text.count("__cublas$lt$matmul$f8") == 3
+
+
+def test_scales_of_weights_lie_as_their_matmuls_read_them():
+    text = program(fp8.recipes.blockwise(), casts="mosaic", matmuls="mosaic")
+    assert text.count(f'custom_call_target="{KERNEL}') == 6
+    # One scale for each tile of 128 x 128. fprop reads them by columns of w, and dgrad by rows.
+    scales = re.compile(r"= f32\[(?:1,)?(?:4,16|16,4)\]\S* (\w+)\(")
+    assert not {"transpose", "copy", "fusion"} & {*scales.findall(text)}

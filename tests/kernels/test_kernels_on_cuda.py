@@ -264,6 +264,44 @@ def test_kernels_in_the_program_of_a_gpu_alone():
     assert kernels_in(lambda lhs, rhs: fp8.scaled_matmul(lhs, rhs, kernels=MOSAIC), lhs, rhs) == 1
 
 
+def twice(x, w, *, bias, **how):
+    """Two layers of different widths, which read one array."""
+    wide = fp8.dot(x, jnp.concatenate([w, w, w], axis=1), **how)
+    return fp8.dot(x, w, bias=bias, **how) + wide[..., :F]
+
+
+def forgotten(x, w, *, bias, state, **how):
+    """The backward pass casts x and w again."""
+    bound = lambda x, w, bias, state: twice(x, w, bias=bias, state=state, **how)
+    return jax.checkpoint(bound)(x, w, bias, state)
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """A list that gets the types of the operands and results of each kernel that is lowered."""
+    from jax._src.pallas.mosaic_gpu import pallas_call_registration as registration
+
+    found, lower = [], registration.mpmd_map_mgpu_lowering_rule
+
+    def spied(context, *operands, **options):
+        found.append((*context.avals_in, *context.avals_out))
+        return lower(context, *operands, **options)
+
+    monkeypatch.setattr(registration, "mpmd_map_mgpu_lowering_rule", spied)
+    return found
+
+
+@needs_mosaic
+@pytest.mark.deviceless
+@pytest.mark.parametrize("transformed", ["jit", "vmap", "shard_map"])
+@pytest.mark.parametrize("dot", [twice, forgotten])
+def test_equal_kernels_are_lowered_once(dot, transformed, lowered):
+    run = TRANSFORMED[transformed](functools.partial(step, RECIPES["blockwise"], MOSAIC, dot=dot))
+    text_for("cuda", run, *arrays(), fp8.init_state(RECIPES["blockwise"]))
+    # One cast of x, two of weights, two of gradients, and six matmuls.
+    assert len(lowered) == len({*lowered}) == 11
+
+
 @needs_mosaic
 @pytest.mark.deviceless
 def test_an_exported_program():

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._quantized_tensor import Cast, CastExtras
 from jaxfp8._typing import Array
+from jaxfp8.kernels._dispatch import traced_once
 from jaxfp8.kernels._mosaic_source import (
     ONE_A_ROW,
     Reader,
@@ -87,15 +88,17 @@ class _CopiesKernel:
     in_lines: tuple[bool, ...]
     sums: ColumnSums | None
 
-    def __call__(self, operands: Sequence[Array], multipliers: Sequence[Array]) -> _Written:
-        written = self._written()
+    def run(self, read: _Read) -> _Written:
+        """What the kernel writes."""
+        types = self._written()
         (result,) = plgpu.kernel(
             self.body,
-            out_type=(written,),
-            scratch_types=(self._scratch(written),),
+            out_type=(types,),
+            scratch_types=(self._scratch(types),),
             **grid(self.source.shape),
-        )(_Read(operands, multipliers))
-        return result
+        )(read)
+        written: _Written = result
+        return written
 
     def _written(self) -> _Written:
         lead, m, k = shape = self.source.shape
@@ -215,7 +218,7 @@ def copies(
             in_lines=tuple(each.ndim > 1 for each in lines),
             sums=ColumnSums(source.shape, T) if cast.column_sums else None,
         )
-        written = kernel(read, lines)
+        written: _Written = traced_once(_CopiesKernel.run, kernel, _Read(read, lines))
         values = [
             each.swapaxes(1, 2) if is_transposed else each
             for each, is_transposed in zip(written.copies, transposed, strict=True)

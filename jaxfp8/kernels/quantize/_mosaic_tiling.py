@@ -5,7 +5,8 @@ direction. The kernel calls the functions of `numerics` on registers, so its rul
 The tiles can also be of rows that are gathered in the same read (`Gathered`).
 
 A block of threads has T rows, and T/S scales for each. TMA writes T scales that are adjacent in
-memory. So the kernel writes scales with the rows as last axis. XLA then gives them the axes of x.
+memory. So the kernel writes scales with the rows as last axis. XLA then gives them the axes of x. A
+scale of T x T is written by itself, in the order of its copy. So no matmul needs it transposed.
 
 Letters: L the leading axes as one, M, K the last two; T = 128; S the side of a tile that shares a
   scale.
@@ -25,6 +26,7 @@ from jax.sharding import AxisType
 
 from jaxfp8._quantized_tensor import Cast, CastExtras, Direction, QuantizedTensor
 from jaxfp8._typing import Array, Axes, DType
+from jaxfp8.kernels._dispatch import traced_once
 from jaxfp8.kernels._mosaic_source import Reader, Staged, make_reader, operands_of
 from jaxfp8.kernels._mosaic_tiles import (
     PART,
@@ -84,16 +86,18 @@ class _Tiling:
     def written(self, shape: Axes, format: Format, rule: ScaleRule) -> _Copy:
         """The arrays that the kernel writes: values [L, M, K] and scales [L, K/S, M].
 
-        Of a transposed copy they are [L, K, M] and [L, M/S, K].
+        If a tile of T x T has one scale, scales are [L, M/T, K/T], as a matmul reads them. Of a
+        transposed copy M and K are exchanged.
         """
         lead, m, k = shape
         rows, columns = (k, m) if self.transposed else (m, k)
+        down, across = pl.cdiv(rows, T), pl.cdiv(columns, T)
         # There are scales for whole tiles of T, because Pallas copies one dimension without a check
         # for the end of a row. For squares smaller than T, each scale is written for every row.
-        across = pl.cdiv(rows, T) * (1 if self.whole else T)
+        scales = (down, across) if self.whole else (across * self.cells, down * T)
         return _Copy(
             jax.ShapeDtypeStruct((lead, rows, columns), format.dtype),
-            jax.ShapeDtypeStruct((lead, pl.cdiv(columns, T) * self.cells, across), _dtype(rule)),
+            jax.ShapeDtypeStruct((lead, *scales), _dtype(rule)),
         )
 
     def staged(self, written: _Copy, rule: ScaleRule) -> _Copy:
@@ -110,7 +114,7 @@ class _Tiling:
             scale = scale[..., :: self.side]
         if self.transposed:
             values = values.swapaxes(1, 2)
-        else:
+        if self.transposed == self.whole:
             scale = scale.swapaxes(1, 2)
         if rule.scale_format is not None:
             scale = lax.bitcast_convert_type(scale, rule.scale_format.dtype)
@@ -276,29 +280,37 @@ class _TilesKernel:
     """The kernel that writes copies of x [L, M, K] in tiles, their scales, and sums of columns."""
 
     source: Reader
-    cast: Cast
+    format: Format
+    rule: ScaleRule
     tilings: tuple[_Tiling, ...]
     sums: ColumnSums | None
 
     def __call__(self, operands: Sequence[Array], shape: Axes) -> tuple[Array, ...]:
         """Values and scales of each copy, then sums, with the axes of x [*shape]."""
-        format, rule = self.cast.format, self.cast.rule
-        copies = [each.written(self.source.shape, format, rule) for each in self.tilings]
-        staged = [each.staged(copy, rule) for each, copy in zip(self.tilings, copies, strict=True)]
+        written: _Written = traced_once(_TilesKernel.run, self, operands)
+        results: list[Array] = []
+        for tiling, copy in zip(self.tilings, written.copies, strict=True):
+            results += tiling.with_axes_of_x(copy, shape, self.rule)
+        if self.sums:
+            results.append(self.sums.shaped(written.sums, shape))
+        return tuple(results)
+
+    def run(self, operands: Sequence[Array]) -> _Written:
+        """What the kernel writes."""
+        copies = [each.written(self.source.shape, self.format, self.rule) for each in self.tilings]
+        staged = [
+            each.staged(copy, self.rule) for each, copy in zip(self.tilings, copies, strict=True)
+        ]
         out_type = _Written(copies, self.sums.result if self.sums else None)
         sums = self.sums.staged if self.sums else None
-        (written,) = plgpu.kernel(
+        (result,) = plgpu.kernel(
             self.body,
             out_type=(out_type,),
             scratch_types=(_Scratch(self.source.staged(), staged, sums),),
             **grid(self.source.shape),
         )(operands)
-        results: list[Array] = []
-        for tiling, copy in zip(self.tilings, written.copies, strict=True):
-            results += tiling.with_axes_of_x(copy, shape, rule)
-        if self.sums:
-            results.append(self.sums.shaped(written.sums, shape))
-        return tuple(results)
+        written: _Written = result
+        return written
 
     def body(self, operands: Sequence[Any], written: _Written, scratch: _Scratch) -> None:
         """The work of a block of threads. The name "body" is the kernel's name in the program."""
@@ -316,12 +328,12 @@ class _TilesKernel:
             for index, rows in load_parts(
                 tile, transposed=tiling.transposed, rows=T if tiling.whole else PART
             ):
-                staged.values[index], scales = _encode(rows, self.cast, tiling)
+                staged.values[index], scales = self._encode(rows, tiling)
                 if self.sums and n == summing:
                     self.sums.take(scratch.sums, index, rows)
                 for cell, scale in enumerate(scales):
                     if staged.scales is None:  # one scale for the tile: it is equal in all rows
-                        copy.scales[at.matrix, at.column, at.row] = jnp.max(scale)
+                        copy.scales[at.matrix, at.row, at.column] = jnp.max(scale)
                     else:
                         staged.scales[cell, index] = scale
             # All threads have stored values, scales and sums, and TMA sees them. Without this, TMA
@@ -338,21 +350,20 @@ class _TilesKernel:
         # another block. No copy waits for another one, because each has its own shared memory.
         plgpu.wait_smem_to_gmem(0)
 
-
-def _encode(rows: Array, cast: Cast, tiling: _Tiling) -> tuple[Array, list[Array]]:
-    """Rows [R, T] in FP8, and T/S arrays [R] of scales, one for each cell of a row."""
-    multipliers, scales = [], []
-    for first in range(0, T, tiling.side):
-        cell = rows[:, first : first + tiling.side]
-        largest = jnp.max(magnitude(cell, kernel_language=True), axis=1)
-        if tiling.square:
-            largest = _largest_of_squares(largest, tiling.side)
-        multiplier, scale = cast.rule.apply(largest, cast.format, kernel_language=True)
-        multipliers.append(lax.broadcast_in_dim(multiplier, cell.shape, (0,)))
-        # Pallas writes bytes. `Tiling.with_axes_of_x` makes E8M0 of them.
-        as_bytes = cast.rule.scale_format is not None
-        scales.append(lax.bitcast_convert_type(scale, jnp.uint8) if as_bytes else scale)
-    return kernel_cast(rows, jnp.concatenate(multipliers, axis=1), cast.format), scales
+    def _encode(self, rows: Array, tiling: _Tiling) -> tuple[Array, list[Array]]:
+        """Rows [R, T] in FP8, and T/S arrays [R] of scales, one for each cell of a row."""
+        multipliers, scales = [], []
+        for first in range(0, T, tiling.side):
+            cell = rows[:, first : first + tiling.side]
+            largest = jnp.max(magnitude(cell, kernel_language=True), axis=1)
+            if tiling.square:
+                largest = _largest_of_squares(largest, tiling.side)
+            multiplier, scale = self.rule.apply(largest, self.format, kernel_language=True)
+            multipliers.append(lax.broadcast_in_dim(multiplier, cell.shape, (0,)))
+            # Pallas writes bytes. `Tiling.with_axes_of_x` makes E8M0 of them.
+            as_bytes = self.rule.scale_format is not None
+            scales.append(lax.bitcast_convert_type(scale, jnp.uint8) if as_bytes else scale)
+        return kernel_cast(rows, jnp.concatenate(multipliers, axis=1), self.format), scales
 
 
 def _largest_of_squares(largest: Array, side: int) -> Array:
@@ -383,7 +394,9 @@ def quantize_in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...
     def local(*arrays: Array) -> tuple[Array, ...]:
         source, read = make_reader(arrays, prologue, separate=cast.separate)
         sums = ColumnSums(source.shape, side) if cast.column_sums else None
-        kernel = _TilesKernel(source=source, cast=cast, tilings=tilings, sums=sums)
+        kernel = _TilesKernel(
+            source=source, format=cast.format, rule=cast.rule, tilings=tilings, sums=sums
+        )
         return kernel(read, arrays[0].shape)
 
     cells = tuple(cell for tiling in tilings for cell in ((1, 1), tiling.tile))
@@ -412,7 +425,9 @@ def _of_gathered(
     @sequential_vmap
     def call(x: Gathered) -> tuple[Array, ...]:
         source, read = _gathering_reader(x)
-        kernel = _TilesKernel(source=source, cast=cast, tilings=tilings, sums=None)
+        kernel = _TilesKernel(
+            source=source, format=cast.format, rule=cast.rule, tilings=tilings, sums=None
+        )
         return tuple(vary_as(each, x.rows) for each in kernel(read, x.shape))
 
     results = call(x)
