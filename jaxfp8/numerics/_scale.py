@@ -21,6 +21,7 @@ from jaxfp8.numerics._exact import (
     constant_like,
     divide,
     divide_in_integers,
+    quotient_and_inverse,
 )
 from jaxfp8.numerics._formats import E8M0, Format
 
@@ -67,8 +68,7 @@ def encoding_multiplier(
       TransformerEngine user guide, FP8 delayed scaling.
     """
     largest = format.max * 2.0**-margin
-    like = lax.full_like if kernel_language else constant_like
-    amax = lax.select(is_usable(amax), amax, like(amax, largest))  # gives the multiplier 1
+    amax = _usable(amax, largest, kernel_language=kernel_language)
     if not power_of_two:
         quotient = divide_in_integers if kernel_language else divide
         return quotient(largest, amax)
@@ -77,6 +77,12 @@ def encoding_multiplier(
     exponent = (2 * BIAS - margin) - _scale_exponent(amax, format)
     exponent = lax.clamp(np.int32(1), exponent, np.int32(253))
     return lax.bitcast_convert_type(exponent << 23, jnp.float32)
+
+
+def _usable(amax: Array, largest: float, *, kernel_language: bool = False) -> Array:
+    """The amax, or where it cannot set a scale `largest`, which gives the multiplier 1."""
+    like = lax.full_like if kernel_language else constant_like
+    return lax.select(is_usable(amax), amax, like(amax, largest))
 
 
 def inverse(
@@ -138,20 +144,43 @@ class ScaleRule:
         return self.power_of_two or self.scale_format is not None
 
     def apply(
-        self, amax: Array, format: Format, *, kernel_language: bool = False
+        self, amax: Array, format: Format, *, apart: bool = False, kernel_language: bool = False
     ) -> tuple[Array, Array]:
         """The encoding multiplier and the scale, for an amax [...] float32.
 
         With E8M0, an amax of zero, or one that counts as zero, gives byte 0 (2^-127). An amax of
         inf or NaN gives byte 255 (NaN) and the multiplier 1. Kernels have no float64.
+
+        Args:
+          amax: [...] float32.
+          format: the format of the values.
+          apart: whether the scale multiplies the result of a matmul, apart from the cast. It
+            changes no bit.
+          kernel_language: whether this is part of a kernel.
         """
         if kernel_language:
             return self._apply(amax, format, kernel_language=True)
-        return self._in_one_program(amax, format)
+        return self._in_one_program(amax, format, apart)
 
-    @functools.partial(jax.jit, static_argnums=(0, 2))  # traced once for each shape
-    def _in_one_program(self, amax: Array, format: Format) -> tuple[Array, Array]:
-        return self._apply(amax, format, kernel_language=False)
+    @functools.partial(jax.jit, static_argnums=(0, 2, 3))  # traced once for each shape
+    def _in_one_program(self, amax: Array, format: Format, apart: bool) -> tuple[Array, Array]:
+        def elsewhere(amax: Array) -> tuple[Array, Array]:
+            return self._apply(amax, format, kernel_language=False)
+
+        def on_cpu(amax: Array) -> tuple[Array, Array]:
+            if not self.power_of_two:
+                return quotient_and_inverse(format.max, _usable(amax, format.max))
+            # A division of powers of two is exact, however it is rewritten. XLA:CPU does not fuse
+            # it into the cast and the matmul. All that is before it would be computed in both.
+            exponent = _scale_exponent(_usable(amax, format.max), format)
+            exponent = lax.clamp(np.int32(1), exponent, np.int32(253))
+            scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
+            multiplier = constant_like(scale, 1.0) / scale
+            return multiplier, inverse(multiplier, power_of_two=True)
+
+        if self.scale_format is not None or (self.power_of_two and not apart):
+            return elsewhere(amax)
+        return lax.platform_dependent(amax, cpu=on_cpu, default=elsewhere)
 
     def _apply(self, amax: Array, format: Format, *, kernel_language: bool) -> tuple[Array, Array]:
         if self.scale_format is None:
