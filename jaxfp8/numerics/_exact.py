@@ -14,7 +14,7 @@ References:
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -130,17 +130,34 @@ def _quotient(numerator: float, denominator: Array, *, clamped: bool) -> Array:
 
 
 def quotient_and_inverse(numerator: float, denominator: Array) -> tuple[Array, Array]:
-    """`divide(numerator, denominator)` and `divide(1.0, quotient, clamped=False)`, [...] float32.
+    """`divide(numerator, denominator)`, and the inverse of that, [...] float32."""
 
-    For CPUs only, in fewer operations. The denominators are as in `divide`.
-    """
+    def each(way: Callable[..., Array], denominator: Array) -> tuple[Array, Array]:
+        quotient = way(numerator, denominator, clamped=True)
+        return quotient, way(1.0, quotient, clamped=False)
+
+    return lax.platform_dependent(
+        denominator,
+        cpu=functools.partial(_both_on_cpu, numerator),
+        tpu=functools.partial(each, lambda top, x, clamped: _divide_on_tpu(top, x)),
+        default=functools.partial(each, _divide_in_float64),
+    )
+
+
+def _both_on_cpu(numerator: float, denominator: Array) -> tuple[Array, Array]:
     with jax.enable_x64(True):
         wide = lax.convert_element_type(denominator, np.float64)
-        quotient = _quotient(numerator, wide, clamped=True)
-        # This rounding makes the operand of the second division equal to the first result.
+        least, largest = numerator * TINY, numerator / TINY
+        if largest < LARGEST:
+            wide = lax.clamp(np.float64(least), wide, np.float64(largest))
+        else:  # no denominator is larger
+            wide = lax.max(wide, constant_like(wide, least))
+        quotient = _quotient(numerator, wide, clamped=False)
+        # The operand of the second division must be the first result.
         rounded = lax.reduce_precision(quotient, exponent_bits=8, mantissa_bits=23)
         inverse = _quotient(1.0, rounded, clamped=False)
-        return tuple(lax.convert_element_type(each, np.float32) for each in (quotient, inverse))
+        narrow = functools.partial(lax.convert_element_type, new_dtype=np.float32)
+        return narrow(quotient), narrow(inverse)
 
 
 # A bound of the error of the estimate, in units in the last place. `div.full.f32` is off by at most

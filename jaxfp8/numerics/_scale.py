@@ -164,25 +164,15 @@ class ScaleRule:
 
     @functools.partial(jax.jit, static_argnums=(0, 2, 3))  # traced once for each shape
     def _in_one_program(self, amax: Array, format: Format, apart: bool) -> tuple[Array, Array]:
-        def elsewhere(amax: Array) -> tuple[Array, Array]:
-            return self._apply(amax, format, kernel_language=False)
-
-        def on_cpu(amax: Array) -> tuple[Array, Array]:
-            if not self.power_of_two:
-                return quotient_and_inverse(format.max, _usable(amax, format.max))
-            # A division of powers of two is exact, however it is rewritten. XLA:CPU does not fuse
-            # it into the cast and the matmul. All that is before it would be computed in both.
-            exponent = _scale_exponent(_usable(amax, format.max), format)
-            exponent = lax.clamp(np.int32(1), exponent, np.int32(253))
-            scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
-            multiplier = constant_like(scale, 1.0) / scale
-            return multiplier, inverse(multiplier, power_of_two=True)
-
-        if self.scale_format is not None or (self.power_of_two and not apart):
+        elsewhere = functools.partial(self._apply, format=format, kernel_language=False)
+        if self.scale_format is not None or not self.power_of_two:
             return elsewhere(amax)
+        on_cpu = functools.partial(_powers_on_cpu, format=format, apart=apart)
         return lax.platform_dependent(amax, cpu=on_cpu, default=elsewhere)
 
     def _apply(self, amax: Array, format: Format, *, kernel_language: bool) -> tuple[Array, Array]:
+        if self.scale_format is None and not self.power_of_two and not kernel_language:
+            return quotient_and_inverse(format.max, _usable(amax, format.max))
         if self.scale_format is None:
             how = {"power_of_two": self.power_of_two, "kernel_language": kernel_language}
             multiplier = encoding_multiplier(amax, format, **how)
@@ -194,6 +184,21 @@ class ScaleRule:
         of_multiplier = lax.select(finite, exponent, constant_like(exponent, BIAS))
         multiplier = (2 * BIAS - of_multiplier) << 23
         return lax.bitcast_convert_type(multiplier, jnp.float32), _to_e8m0(exponent, finite)
+
+
+def _powers_on_cpu(amax: Array, *, format: Format, apart: bool) -> tuple[Array, Array]:
+    """`ScaleRule.apply` for float32 powers of two, in fewer operations."""
+    # `_scale_exponent` in the place of a float32 exponent. It is at most 255 - `max_exponent`.
+    bits = lax.bitcast_convert_type(_usable(amax, format.max), jnp.int32)
+    exponent = (bits + (_ROUND_UP - (format.max_exponent << 23))) & -(1 << 23)
+    scale = lax.bitcast_convert_type(jnp.maximum(exponent, 1 << 23), jnp.float32)
+    if not apart:
+        return inverse(scale, power_of_two=True), scale
+    # XLA:CPU does not fuse a division into what reads it. All that is before it would be computed
+    # again in the cast and in the matmul. A quotient of powers of two is exact, however a compiler
+    # rewrites it.
+    multiplier = constant_like(scale, 1.0) / scale
+    return multiplier, inverse(multiplier, power_of_two=True)
 
 
 # The scale 2^k of an amax, from exponent bits, because `log2` is not exact in float32.
