@@ -89,13 +89,15 @@ def _maximum_on_cpu(bits: Array, granularity: AbstractGranularity) -> Array:
     # Other axes than the last are vectorized in two steps, and not in one loop.
     if not plain or is_explicit(bits) or cells[-1] == sizes[-1] or _is_ragged(granularity, sizes):
         return granularity.maximum(bits)
+    parts = [_parts_of(size // count) for size, count in zip(sizes, cells, strict=True)]
+    if any(size > _WINDOW for inside in parts for size in inside):
+        return granularity.maximum(bits)
     shape: list[int] = []
-    inside: list[int] = []  # the axes of `shape` that are inside of cells
-    for size, count in zip(sizes, cells, strict=True):
-        parts = _parts_of(size // count)
-        inside += range(len(shape) + 1, len(shape) + 1 + len(parts))
-        shape += [count, *parts]
-    return jnp.max(bits.reshape(shape), axis=tuple(inside), initial=0).reshape(result)
+    reduced: list[int] = []  # the axes of `shape` that are inside of cells
+    for count, inside in zip(cells, parts, strict=True):
+        reduced += range(len(shape) + 1, len(shape) + 1 + len(inside))
+        shape += [count, *inside]
+    return jnp.max(bits.reshape(shape), axis=tuple(reduced), initial=0).reshape(result)
 
 
 def _is_ragged(granularity: AbstractGranularity, sizes: tuple[int, ...]) -> bool:
@@ -107,13 +109,16 @@ def _is_ragged(granularity: AbstractGranularity, sizes: tuple[int, ...]) -> bool
 
 
 def _parts_of(size: int) -> list[int]:
-    """Factors of a size, at most `_WINDOW` each where that is possible."""
+    """Factors of a size. Only a prime factor is larger than `_WINDOW`."""
     parts = []
-    while size > 1:
-        part = max((n for n in range(2, _WINDOW + 1) if size % n == 0), default=size)
+    while size > _WINDOW:
+        factors = [n for n in range(2, _WINDOW + 1) if size % n == 0]
+        # A mesh axis that splits the whole axis must also split its first part, or XLA gathers x.
+        # The number of devices is most often a power of two.
+        part = max(factors, key=lambda n: (n & -n, n), default=size)
         parts.append(part)
         size //= part
-    return parts
+    return [*parts, size] if size > 1 else parts
 
 
 # The amaxes of several granularities of one array.
