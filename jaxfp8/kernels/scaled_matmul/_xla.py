@@ -147,34 +147,31 @@ def _fold(operand: QuantizedTensor) -> Array:
     """`values * scale`, [...] bfloat16, exact for scales that are powers of two."""
 
     def product(
-        values: Array, scale: Array, *, factors: Callable[[Array], tuple[Array, ...]],
-        multiply: Callable[[Array, Sequence[Array]], Array], dtype: DType,
-    ) -> Array:  # fmt: skip
+        values: Array, scale: Array, *, factors: Callable[[Array], tuple[Array, ...]], dtype: DType
+    ) -> Array:
         values = values.astype(dtype)
         expanded = [
             operand.granularity.expand(each.astype(dtype), values.shape) for each in factors(scale)
         ]
-        values = multiply(values, expanded)
+        if dtype == jnp.float32:
+            values = times(values, expanded)
+        else:
+            # GPUs keep subnormal numbers, so XLA may multiply factors first. With a bound between
+            # them XLA would write a padded operand once more.
+            values = functools.reduce(operator.mul, expanded, values)
         # The largest float32, rounded up to FP8, is 2^128. bfloat16 cannot hold that, and takes its
         # largest value. The bounds are scalars. XLA:CPU would write the bounds of `jnp.clip` to
         # memory, each as large as the operand.
         return lax.clamp(dtype(-_LARGEST), values, dtype(_LARGEST)).astype(jnp.bfloat16)
-
-    # GPUs keep subnormal numbers, so XLA may multiply factors first. With a bound between them XLA
-    # would write a padded operand once more.
-    def plain(values: Array, factors: Sequence[Array]) -> Array:
-        return functools.reduce(operator.mul, factors, values)
 
     # XLA:CPU computes in float32, and rounds each product in bfloat16. XLA for GPUs writes factors
     # to memory, which are smaller in bfloat16. TPUs flush subnormal numbers, so no two factors may
     # be multiplied first.
     return lax.platform_dependent(
         operand.values, operand.scale,
-        cpu=functools.partial(
-            product, factors=_converted_factors_of, multiply=plain, dtype=jnp.float32
-        ),
-        tpu=functools.partial(product, factors=factors_of, multiply=times, dtype=jnp.float32),
-        default=functools.partial(product, factors=factors_of, multiply=plain, dtype=jnp.bfloat16),
+        cpu=functools.partial(product, factors=_converted_factors_of, dtype=jnp.float32),
+        tpu=functools.partial(product, factors=factors_of, dtype=jnp.float32),
+        default=functools.partial(product, factors=factors_of, dtype=jnp.bfloat16),
     )  # fmt: skip
 
 
@@ -185,9 +182,7 @@ def _converted_factors_of(scale: Array) -> tuple[Array, ...]:
     """
     if scale.dtype != E8M0.dtype:
         return (scale,)
-    # The barrier hides that a scale is constant. XLA would multiply two constant factors first, and
-    # flush 2^-127.
-    power = lax.optimization_barrier(scale).astype(jnp.float32)
+    power = scale.astype(jnp.float32)
     first = lax.max(power, constant_like(power, TINY))
     second = lax.select(power == first, constant_like(power, 1.0), constant_like(power, 0.5))
     return first, second
