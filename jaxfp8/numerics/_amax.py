@@ -11,7 +11,7 @@ from jax import lax
 from jaxfp8._typing import Array
 from jaxfp8.numerics._exact import constant_like, widen
 from jaxfp8.numerics._granularity import AbstractGranularity
-from jaxfp8.numerics._per_block import is_explicit
+from jaxfp8.numerics._per_block import PerBlock, is_explicit
 
 # The largest magnitude of each scale cell, that is of the values that share one scale.
 
@@ -53,7 +53,9 @@ def amax(x: Array, granularity: AbstractGranularity) -> Array:
         integers = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
         without_sign = (1 << (8 * x.dtype.itemsize - 1)) - 1
         bits = lax.bitcast_convert_type(x, integers) & integers.type(without_sign)
-        largest = jnp.minimum(granularity.maximum(bits), np.array(np.inf, x.dtype).view(integers))
+        largest = jnp.minimum(
+            _maximum_on_cpu(bits, granularity), np.array(np.inf, x.dtype).view(integers)
+        )
         return widen(lax.bitcast_convert_type(largest, x.dtype))
 
     def of_floats(x: Array) -> Array:
@@ -71,6 +73,52 @@ def amax(x: Array, granularity: AbstractGranularity) -> Array:
     # A cast of tiles is a kernel of its own.
     tpu = of_floats if granularity.in_tiles else of_wide_floats
     return lax.platform_dependent(x, cpu=of_bits, tpu=tpu, default=of_floats)
+
+
+# XLA:CPU reduces axes of more than 32 values in two steps, with an array between them. It writes
+# the operand of the first step to memory, and runs that step four times slower than a loop.
+_WINDOW = 32
+
+
+def _maximum_on_cpu(bits: Array, granularity: AbstractGranularity) -> Array:
+    """`granularity.maximum`, in one loop where the last axis is reduced."""
+    sizes, result = bits.shape, granularity.scale_shape(bits.shape)
+    cells = result or (1,) * bits.ndim
+    # An Explicit mesh refuses some reshapes of split axes.
+    plain = bits.ndim and all(type(size) is int and size for size in sizes)
+    # Other axes than the last are vectorized in two steps, and not in one loop.
+    if not plain or is_explicit(bits) or cells[-1] == sizes[-1] or _is_ragged(granularity, sizes):
+        return granularity.maximum(bits)
+    parts = [_parts_of(size // count) for size, count in zip(sizes, cells, strict=True)]
+    if any(size > _WINDOW for inside in parts for size in inside):
+        return granularity.maximum(bits)
+    shape: list[int] = []
+    reduced: list[int] = []  # the axes of `shape` that are inside of cells
+    for count, inside in zip(cells, parts, strict=True):
+        reduced += range(len(shape) + 1, len(shape) + 1 + len(inside))
+        shape += [count, *inside]
+    return jnp.max(bits.reshape(shape), axis=tuple(reduced), initial=0).reshape(result)
+
+
+def _is_ragged(granularity: AbstractGranularity, sizes: tuple[int, ...]) -> bool:
+    """Whether tiles at an edge are shorter than others."""
+    if not isinstance(granularity, PerBlock):
+        return False
+    sides = granularity.along(len(sizes))
+    return any(size > side and size % side for size, side in zip(sizes, sides, strict=True))
+
+
+def _parts_of(size: int) -> list[int]:
+    """Factors of a size. Only a prime factor is larger than `_WINDOW`."""
+    parts = []
+    while size > _WINDOW:
+        factors = [n for n in range(2, _WINDOW + 1) if size % n == 0]
+        # A mesh axis that splits the whole axis must also split its first part, or XLA gathers x.
+        # The number of devices is most often a power of two.
+        part = max(factors, key=lambda n: (n & -n, n), default=size)
+        parts.append(part)
+        size //= part
+    return [*parts, size] if size > 1 else parts
 
 
 # The amaxes of several granularities of one array.

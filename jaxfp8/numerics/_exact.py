@@ -14,7 +14,7 @@ References:
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -86,10 +86,20 @@ def divide(numerator: float, denominator: Array, *, clamped: bool = True) -> Arr
     """
     quotient: Array = lax.platform_dependent(
         denominator,
+        cpu=functools.partial(_divide_on_cpu, numerator, clamped=clamped),
         tpu=functools.partial(_divide_on_tpu, numerator),
         default=functools.partial(_divide_in_float64, numerator, clamped=clamped),
     )
     return quotient
+
+
+def _divide_on_cpu(numerator: float, denominator: Array, *, clamped: bool) -> Array:
+    # XLA:CPU does not fuse a division into what reads it. A rounding of the quotient would be
+    # computed again by each reader. So the operand is rounded, in case that it is a quotient, too.
+    with jax.enable_x64(True):
+        wide = lax.convert_element_type(denominator, np.float64)
+        wide = lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=23)
+        return lax.convert_element_type(_quotient(numerator, wide, clamped=clamped), np.float32)
 
 
 def _divide_on_tpu(numerator: float, denominator: Array) -> Array:
@@ -103,16 +113,51 @@ def _divide_in_float64(numerator: float, denominator: Array, *, clamped: bool) -
     # quotient is off by 2^-53 of itself, and by at most 2^-51 if a compiler multiplies by the
     # inverse. So it rounds as the exact one does.
     with jax.enable_x64(True):  # for these operations only; no result is float64
-        top = np.float64(np.float32(numerator))
         wide = lax.convert_element_type(denominator, np.float64)
-        if clamped:
-            # The division comes last, because XLA computes what follows it once for each use.
-            wide = lax.clamp(top * TINY, wide, top / TINY)
+        quotient = _quotient(numerator, wide, clamped=clamped)
         # XLA may drop a conversion to float32 and back, but not this rounding.
-        rounded = lax.reduce_precision(
-            constant_like(wide, top) / wide, exponent_bits=8, mantissa_bits=23
-        )
+        rounded = lax.reduce_precision(quotient, exponent_bits=8, mantissa_bits=23)
         return lax.convert_element_type(rounded, np.float32)
+
+
+def _quotient(numerator: float, denominator: Array, *, clamped: bool) -> Array:
+    """`numerator / denominator`, [...] float64."""
+    top = np.float64(np.float32(numerator))
+    if clamped:
+        # The division comes last, because XLA computes what follows it once for each use.
+        denominator = lax.clamp(top * TINY, denominator, top / TINY)
+    return constant_like(denominator, top) / denominator
+
+
+def quotient_and_inverse(numerator: float, denominator: Array) -> tuple[Array, Array]:
+    """`divide(numerator, denominator)`, and the inverse of that, [...] float32."""
+
+    def each(way: Callable[..., Array], denominator: Array) -> tuple[Array, Array]:
+        quotient = way(numerator, denominator, clamped=True)
+        return quotient, way(1.0, quotient, clamped=False)
+
+    return lax.platform_dependent(
+        denominator,
+        cpu=functools.partial(_both_on_cpu, numerator),
+        tpu=functools.partial(each, lambda top, x, clamped: _divide_on_tpu(top, x)),
+        default=functools.partial(each, _divide_in_float64),
+    )
+
+
+def _both_on_cpu(numerator: float, denominator: Array) -> tuple[Array, Array]:
+    with jax.enable_x64(True):
+        wide = lax.convert_element_type(denominator, np.float64)
+        least, largest = numerator * TINY, numerator / TINY
+        if largest < LARGEST:
+            wide = lax.clamp(np.float64(least), wide, np.float64(largest))
+        else:  # no denominator is larger
+            wide = lax.max(wide, constant_like(wide, least))
+        quotient = _quotient(numerator, wide, clamped=False)
+        # The operand of the second division must be the first result.
+        rounded = lax.reduce_precision(quotient, exponent_bits=8, mantissa_bits=23)
+        inverse = _quotient(1.0, rounded, clamped=False)
+        narrow = functools.partial(lax.convert_element_type, new_dtype=np.float32)
+        return narrow(quotient), narrow(inverse)
 
 
 # A bound of the error of the estimate, in units in the last place. `div.full.f32` is off by at most

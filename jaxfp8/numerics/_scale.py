@@ -21,6 +21,7 @@ from jaxfp8.numerics._exact import (
     constant_like,
     divide,
     divide_in_integers,
+    quotient_and_inverse,
 )
 from jaxfp8.numerics._formats import E8M0, Format
 
@@ -67,8 +68,7 @@ def encoding_multiplier(
       TransformerEngine user guide, FP8 delayed scaling.
     """
     largest = format.max * 2.0**-margin
-    like = lax.full_like if kernel_language else constant_like
-    amax = lax.select(is_usable(amax), amax, like(amax, largest))  # gives the multiplier 1
+    amax = _usable(amax, largest, kernel_language=kernel_language)
     if not power_of_two:
         quotient = divide_in_integers if kernel_language else divide
         return quotient(largest, amax)
@@ -77,6 +77,12 @@ def encoding_multiplier(
     exponent = (2 * BIAS - margin) - _scale_exponent(amax, format)
     exponent = lax.clamp(np.int32(1), exponent, np.int32(253))
     return lax.bitcast_convert_type(exponent << 23, jnp.float32)
+
+
+def _usable(amax: Array, largest: float, *, kernel_language: bool = False) -> Array:
+    """The amax, or where it cannot set a scale `largest`, which gives the multiplier 1."""
+    like = lax.full_like if kernel_language else constant_like
+    return lax.select(is_usable(amax), amax, like(amax, largest))
 
 
 def inverse(
@@ -138,22 +144,35 @@ class ScaleRule:
         return self.power_of_two or self.scale_format is not None
 
     def apply(
-        self, amax: Array, format: Format, *, kernel_language: bool = False
+        self, amax: Array, format: Format, *, apart: bool = False, kernel_language: bool = False
     ) -> tuple[Array, Array]:
         """The encoding multiplier and the scale, for an amax [...] float32.
 
         With E8M0, an amax of zero, or one that counts as zero, gives byte 0 (2^-127). An amax of
         inf or NaN gives byte 255 (NaN) and the multiplier 1. Kernels have no float64.
+
+        Args:
+          amax: [...] float32.
+          format: the format of the values.
+          apart: whether the scale multiplies the result of a matmul, apart from the cast. It
+            changes no bit.
+          kernel_language: whether this is part of a kernel.
         """
         if kernel_language:
             return self._apply(amax, format, kernel_language=True)
-        return self._in_one_program(amax, format)
+        return self._in_one_program(amax, format, apart)
 
-    @functools.partial(jax.jit, static_argnums=(0, 2))  # traced once for each shape
-    def _in_one_program(self, amax: Array, format: Format) -> tuple[Array, Array]:
-        return self._apply(amax, format, kernel_language=False)
+    @functools.partial(jax.jit, static_argnums=(0, 2, 3))  # traced once for each shape
+    def _in_one_program(self, amax: Array, format: Format, apart: bool) -> tuple[Array, Array]:
+        elsewhere = functools.partial(self._apply, format=format, kernel_language=False)
+        if self.scale_format is not None or not self.power_of_two:
+            return elsewhere(amax)
+        on_cpu = functools.partial(_powers_on_cpu, format=format, apart=apart)
+        return lax.platform_dependent(amax, cpu=on_cpu, default=elsewhere)
 
     def _apply(self, amax: Array, format: Format, *, kernel_language: bool) -> tuple[Array, Array]:
+        if self.scale_format is None and not self.power_of_two and not kernel_language:
+            return quotient_and_inverse(format.max, _usable(amax, format.max))
         if self.scale_format is None:
             how = {"power_of_two": self.power_of_two, "kernel_language": kernel_language}
             multiplier = encoding_multiplier(amax, format, **how)
@@ -165,6 +184,21 @@ class ScaleRule:
         of_multiplier = lax.select(finite, exponent, constant_like(exponent, BIAS))
         multiplier = (2 * BIAS - of_multiplier) << 23
         return lax.bitcast_convert_type(multiplier, jnp.float32), _to_e8m0(exponent, finite)
+
+
+def _powers_on_cpu(amax: Array, *, format: Format, apart: bool) -> tuple[Array, Array]:
+    """`ScaleRule.apply` for float32 powers of two, in fewer operations."""
+    # `_scale_exponent` in the place of a float32 exponent. It is at most 255 - `max_exponent`.
+    bits = lax.bitcast_convert_type(_usable(amax, format.max), jnp.int32)
+    exponent = (bits + (_ROUND_UP - (format.max_exponent << 23))) & -(1 << 23)
+    scale = lax.bitcast_convert_type(jnp.maximum(exponent, 1 << 23), jnp.float32)
+    if not apart:
+        return inverse(scale, power_of_two=True), scale
+    # XLA:CPU does not fuse a division into what reads it. All that is before it would be computed
+    # again in the cast and in the matmul. A quotient of powers of two is exact, however a compiler
+    # rewrites it.
+    multiplier = constant_like(scale, 1.0) / scale
+    return multiplier, inverse(multiplier, power_of_two=True)
 
 
 # The scale 2^k of an amax, from exponent bits, because `log2` is not exact in float32.

@@ -151,7 +151,7 @@ class AbstractQuantizer(abc.ABC):
         """The multiplier and the scale for an amax f32[...]. By default `rule` computes both."""
         format = self.value_format
         assert format is not None
-        return KnownScale(*self.rule.apply(amax, format))
+        return KnownScale(*self.rule.apply(amax, format, apart=True))
 
     def choose_scale(self, inputs: ScaleInputs, granularity: AbstractGranularity) -> KnownScale:
         """The scale for this step, of this granularity: from the state, or from the current amax.

@@ -27,7 +27,6 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
@@ -184,8 +183,9 @@ def _converted_factors_of(scale: Array) -> tuple[Array, ...]:
     if scale.dtype != E8M0.dtype:
         return (scale,)
     power = scale.astype(jnp.float32)
-    second = lax.clamp(np.float32(0.5), power * np.float32(1 / TINY), np.float32(1))
-    return lax.max(power, constant_like(power, TINY)), second
+    first = lax.max(power, constant_like(power, TINY))
+    second = lax.select(power == first, constant_like(power, 1.0), constant_like(power, 0.5))
+    return first, second
 
 
 def _tile_by_tile(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:
