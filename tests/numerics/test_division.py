@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jaxfp8 as fp8
 from jaxfp8.numerics._exact import _divide_on_tpu, divide, divide_in_integers
-from jaxfp8.numerics._scale import inverse
+from jaxfp8.numerics._scale import ScaleRule, inverse
 
 MANTISSAS = (np.arange(2**23, dtype=np.uint32) | 0x3F800000).view(np.float32)  # [1, 2), all of them
 LARGEST, TINY = np.float32(oracle.FLOAT32_MAX), np.float32(oracle.TINY)
@@ -169,3 +170,19 @@ def test_tpus_divide_without_float64():
         traced = jax.jit(of).trace(scales)
         assert "f64" not in traced.lower(lowering_platforms=("tpu",)).as_text()
         assert "f64" in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+@pytest.mark.parametrize("way", ["multiplier", "scale", "power of two", "inverse"])
+def test_a_reader_in_float64_sees_float32_numbers(way):
+    """XLA may drop a conversion to float32 between two others. No quotient may rest on it."""
+    read = {
+        "multiplier": lambda amax: ScaleRule().apply(amax, fp8.E4M3)[0],
+        "scale": lambda amax: ScaleRule().apply(amax, fp8.E4M3, apart=True)[1],
+        "power of two": lambda amax: ScaleRule(power_of_two=True).apply(amax, fp8.E5M2)[1],
+        "inverse": inverse,
+    }[way]
+    amax = np.random.default_rng(0).lognormal(size=4096).astype(np.float32)
+    wanted = np.asarray(jax.jit(read)(amax))
+    with jax.enable_x64(True):
+        got = np.asarray(jax.jit(lambda amax: read(amax).astype(np.float64))(amax))
+    np.testing.assert_array_equal(got, wanted.astype(np.float64))
