@@ -6,6 +6,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, Rounding
@@ -229,8 +230,17 @@ class AbstractQuantizer(abc.ABC):
 
 def stored_multiplier(scale: Array, is_set: Array, all_set: bool) -> Array:
     """The inverse of stored scales [...] float32, and a mark where they are unset."""
-    multiplier = inverse(jnp.where(is_set, scale, np.float32(1.0)))
     # With the mark 0, `choose_scale` takes the current amax. NaN would not do: `jax_debug_nans`
     # would stop at the first step of each run. With `all_set` there is no current amax. A scale
     # that is unset after all then spoils the result.
-    return jnp.where(is_set, multiplier, np.float32(np.nan if all_set else 0.0))
+    mark = np.float32(np.nan if all_set else 0.0)
+
+    def selected(scale: Array, is_set: Array) -> Array:
+        return jnp.where(is_set, inverse(jnp.where(is_set, scale, np.float32(1.0))), mark)
+
+    def divided(scale: Array, is_set: Array) -> Array:
+        # XLA:CPU does not fuse a division into what reads it. With a select after it, each cast
+        # would compute all of this again. The inverse of inf is 0.
+        return inverse(jnp.where(is_set, scale, np.float32(np.nan if all_set else np.inf)))
+
+    return lax.platform_dependent(scale, is_set, cpu=divided, default=selected)
