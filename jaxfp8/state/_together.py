@@ -97,19 +97,25 @@ def _parts(stacked: T, count: int) -> list[T]:
         ends = np.cumsum([row.shape[1] for row in rows])[:-1]
         # Without the barrier, each kernel that writes parts would compute the whole once more.
         packed = lax.optimization_barrier(jnp.concatenate(rows, axis=1))
-        # This maximum changes nothing. XLA writes many parts in one kernel if they are computed.
-        # Plain slices are copies, each in a kernel of its own.
-        packed = jnp.maximum(packed, np.float32(-LARGEST))
+        # This changes nothing: only -inf is below the least float32. But XLA writes many parts in
+        # one kernel if they are computed. Plain slices are copies, each in a kernel of its own.
+        packed = jnp.where(packed < -LARGEST, -np.inf, packed)
         return [
             [part.reshape(leaf.shape[1:]) for part, leaf in zip(parts, leaves, strict=True)]
             for parts in (jnp.split(row, ends) for row in packed)
         ]
 
-    if len({varying_axes(leaf) for leaf in leaves}) > 1:  # these have no common array
+    # Arrays that vary over other mesh axes, or that an Explicit mesh splits, have no common array.
+    if len({varying_axes(leaf) for leaf in leaves}) > 1 or any(map(_is_split, leaves)):
         found = slices(*leaves)
     else:
         found = lax.platform_dependent(*leaves, cuda=in_one_kernel, default=slices)
     return [jax.tree.unflatten(structure, each) for each in found]
+
+
+def _is_split(x: Array) -> bool:
+    """Whether an Explicit mesh splits an axis of x."""
+    return any(axes is not None for axes in jax.typeof(x).sharding.spec)
 
 
 def known_scales_of(groups: list[list[int]], states: Sequence[MatmulState]) -> list[Array]:

@@ -12,11 +12,12 @@ from program import Program, size_of
 from targets import array, program_for, state_of
 
 import jaxfp8 as fp8
+from jaxfp8.state._together import _MOST_STACKED
 
 pytestmark = pytest.mark.deviceless
 
 SIDE = 512
-FEW, MANY = 4, 12  # layers: one stack of states each
+FEW, MANY = 4, _MOST_STACKED  # layers: one stack of states each
 RECIPE = fp8.recipes.delayed()
 
 

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
+from jaxfp8.sharding._amax import vary_as
 from jaxfp8.state._commit import commit_one
 from jaxfp8.state._identity import known_scales
 from jaxfp8.state._together import _MOST_STACKED, by_groups, groups_of, known_scales_of
@@ -53,6 +55,17 @@ def test_same_bits_as_one_by_one(count):
     wanted = [jax.jit(commit_one)(*each) for each in zip(old, seen, strict=True)]
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     assert_same_bits(got, wanted)
+
+
+@pytest.mark.usefixtures("platform")
+def test_any_number_that_a_quantizer_remembers():
+    """Users' quantizers may write numbers that ours never write."""
+    history = np.float32([-np.inf, -3.5, -0.0, 0.0, 2.0**-140, 3.0, np.inf, np.nan])
+    old, seen = states(3, [fp8.recipes.delayed(history_length=8)])
+    old = [dataclasses.replace(s, amax_history=jnp.stack([history] * 3)) for s in old]
+    seen = [dataclasses.replace(s, amax=s.amax * 0) for s in seen]  # nothing changes
+    for state in jax.jit(together)(old, seen):
+        assert_same_bits(state.amax_history, old[0].amax_history)
 
 
 @pytest.mark.usefixtures("platform")
@@ -102,3 +115,42 @@ def test_a_quantizer_that_changed_is_traced_again(count, monkeypatch):
     monkeypatch.setattr(quantizer, "update", update)
     again = jax.jit(lambda *given: together(*given))(old, seen)
     assert all(leaf.scale[0] == 7 for leaf in again)
+
+
+def test_states_that_are_not_alike_are_apart():
+    old, _ = states(4)
+    assert groups_of(old) == [[0], [1], [2], [3]]  # eager: messages name single states
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), old[0])
+    frozen = fp8.freeze(old[3])
+    found = []
+    jax.jit(lambda *tree: found.append(groups_of(tree)))(*old[:2], stacked, stacked, frozen)
+    assert found == [[[0, 1], [2], [3], [4]]]
+
+
+def test_states_on_a_mesh_that_splits_them():
+    """An Explicit mesh may split a history, and a state may vary over other axes in shard_map."""
+    old, seen = states(5)
+    wanted = [jax.jit(commit_one)(*each) for each in zip(old, seen, strict=True)]
+    axes = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((1,), ("a",), axis_types=axes)
+    with jax.set_mesh(mesh):
+        old = jax.device_put(old, jax.NamedSharding(mesh, jax.P()))
+        split = jax.NamedSharding(mesh, jax.P(None, "a"))
+        frozen = [
+            dataclasses.replace(s, amax_history=jax.device_put(s.amax_history, split), frozen=True)
+            for s in old
+        ]
+        for state in jax.jit(together)(frozen, seen):
+            assert jax.typeof(state.amax_history).sharding.spec == jax.P(None, "a")
+
+    @jax.shard_map(mesh=jax.make_mesh((1,), ("a",)), in_specs=jax.P(), out_specs=jax.P("a"))
+    def vary(old, seen):
+        some = [dataclasses.replace(s, scale=lax.pcast(s.scale, "a", to="varying")) for s in old]
+        found = []
+        for one in together([*some[:3], *old[3:]], seen):
+            leaves = jax.tree.leaves(one)
+            found.append([vary_as(leaf, some[0].scale) for leaf in leaves])
+        return found
+
+    got = vary(*states(5))
+    assert_same_bits(got, [jax.tree.leaves(state) for state in wanted])
