@@ -11,7 +11,7 @@ from jax import lax
 from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
-from jaxfp8.sharding._amax import vary_as
+from jaxfp8.sharding._amax import vary_as, varying_axes
 from jaxfp8.state._commit import commit_one
 from jaxfp8.state._identity import known_scales
 from jaxfp8.state._together import _MOST_STACKED, by_groups, groups_of, known_scales_of
@@ -146,9 +146,10 @@ def test_states_on_a_mesh_that_splits_them():
     @jax.shard_map(mesh=jax.make_mesh((1,), ("a",)), in_specs=jax.P(), out_specs=jax.P("a"))
     def vary(old, seen):
         some = [dataclasses.replace(s, scale=lax.pcast(s.scale, "a", to="varying")) for s in old]
-        found = []
-        for one in together([*some[:3], *old[3:]], seen):
-            leaves = jax.tree.leaves(one)
+        given, found = [*some[:3], *old[3:]], []
+        for i, one in enumerate(together(given, seen)):
+            leaves, alone = jax.tree.leaves(one), jax.tree.leaves(commit_one(given[i], seen[i]))
+            assert [*map(varying_axes, leaves)] == [*map(varying_axes, alone)]
             found.append([vary_as(leaf, some[0].scale) for leaf in leaves])
         return found
 
