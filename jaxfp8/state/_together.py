@@ -19,7 +19,6 @@ from jax import lax
 
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.numerics._exact import LARGEST
-from jaxfp8.sharding._amax import varying_axes
 from jaxfp8.state._identity import known_scales
 from jaxfp8.state._state import MatmulState
 
@@ -105,8 +104,7 @@ def _parts(stacked: T, count: int) -> list[T]:
             for parts in (jnp.split(row, ends) for row in packed)
         ]
 
-    # Arrays that vary over other mesh axes, or that an Explicit mesh splits, have no common array.
-    if len({varying_axes(leaf) for leaf in leaves}) > 1 or any(map(_is_split, leaves)):
+    if any(map(_is_split, leaves)):  # these have no common array
         found = slices(*leaves)
     else:
         found = lax.platform_dependent(*leaves, cuda=in_one_kernel, default=slices)
