@@ -13,7 +13,7 @@ Each measurement has a process of its own. In each round every recipe is measure
 other work of the machine slows all of them alike. `_steps.py` has the steps.
 
 `mlp` are blocks of two dense layers, `blocks` four unrolled blocks of Llama 3 8B with attention,
-and `llama` a Llama of 80 layers on 8 GPUs. The name of a recipe may end in "+kernels":
+and `llama` a Llama of 80 layers for 8 GPUs. The name of a recipe may end in "+kernels":
 `blocks` then gets `kernels=fp8.Kernels("h200")`.
 
 Needs: the wheels of jax[cuda13] for h200, blocks and llama, no GPU.

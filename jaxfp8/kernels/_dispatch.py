@@ -37,10 +37,9 @@ from jaxfp8.sharding._amax import varying_axes, varying_axes_of_type
 def traced_once(run: Callable[..., Any], config: Hashable, *operands: Any) -> Any:
     """`run(config, *operands)`. Equal calls are traced once in a process.
 
-    JAX keeps the trace by `run`, `config`, the types of the operands, the mesh and its settings.
-    A program lowers a kernel once for each trace. Without this that would be once for each call,
-    and it takes a tenth of a second for a kernel in Pallas. `run` and `config` are hashable, and
-    hold no arrays.
+    JAX keeps the trace by `run`, `config`, the operands' types, the mesh and JAX's settings. A
+    program lowers a kernel once for each trace. Without `traced_once` each call would have a trace
+    of its own. `run` and `config` must be hashable and hold no arrays.
     """
     return run(config, *operands)
 

@@ -76,7 +76,7 @@ def amax(x: Array, granularity: AbstractGranularity) -> Array:
 
 
 # XLA:CPU reduces axes of more than 32 values in two steps, with an array between them. It writes
-# the operand of the first step to memory, and runs that step four times slower than a loop.
+# the operand of the first step to memory, and runs that step slower than one loop.
 _WINDOW = 32
 
 
@@ -86,7 +86,7 @@ def _maximum_on_cpu(bits: Array, granularity: AbstractGranularity) -> Array:
     cells = result or (1,) * bits.ndim
     # An Explicit mesh refuses some reshapes of split axes.
     plain = bits.ndim and all(type(size) is int and size for size in sizes)
-    # Other axes than the last are vectorized in two steps, and not in one loop.
+    # If the last axis is not reduced, XLA vectorizes the two steps, but not one loop.
     if not plain or is_explicit(bits) or cells[-1] == sizes[-1] or _is_ragged(granularity, sizes):
         return granularity.maximum(bits)
     parts = [_parts_of(size // count) for size, count in zip(sizes, cells, strict=True)]
@@ -109,7 +109,7 @@ def _is_ragged(granularity: AbstractGranularity, sizes: tuple[int, ...]) -> bool
 
 
 def _parts_of(size: int) -> list[int]:
-    """Factors of a size. Only a prime factor is larger than `_WINDOW`."""
+    """Factors of a size. One above `_WINDOW` has no divisor from 2 to `_WINDOW`."""
     parts = []
     while size > _WINDOW:
         factors = [n for n in range(2, _WINDOW + 1) if size % n == 0]

@@ -94,8 +94,9 @@ def divide(numerator: float, denominator: Array, *, clamped: bool = True) -> Arr
 
 
 def _divide_on_cpu(numerator: float, denominator: Array, *, clamped: bool) -> Array:
-    # XLA:CPU does not fuse a division into what reads it. A rounding of the quotient would be
-    # computed again by each reader. So the operand is rounded, in case that it is a quotient, too.
+    # XLA may drop the conversion of a float64 quotient to float32, so a quotient must be rounded. A
+    # rounding after the division would be computed again by each reader. So the next division
+    # rounds its operand.
     with jax.enable_x64(True):
         wide = lax.convert_element_type(denominator, np.float64)
         wide = lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=23)

@@ -154,8 +154,9 @@ class ScaleRule:
         Args:
           amax: [...] float32.
           format: the format of the values.
-          apart: whether the scale multiplies the result of a matmul, apart from the cast. It
-            changes no bit.
+          apart: whether a cast and a matmul read the two results, in different loops. On CPUs the
+            multiplier is then a division, or both loops would compute the scale again. The bits are
+            the same.
           kernel_language: whether this is part of a kernel.
         """
         if kernel_language:
@@ -188,7 +189,8 @@ class ScaleRule:
 
 def _powers_on_cpu(amax: Array, *, format: Format, apart: bool) -> tuple[Array, Array]:
     """`ScaleRule.apply` for float32 powers of two, in fewer operations."""
-    # `_scale_exponent` in the place of a float32 exponent. It is at most 255 - `max_exponent`.
+    # `exponent` is that of the scale, at its place in a float32. Its biased value is at most
+    # 255 - `max_exponent`.
     bits = lax.bitcast_convert_type(_usable(amax, format.max), jnp.int32)
     exponent = (bits + (_ROUND_UP - (format.max_exponent << 23))) & -(1 << 23)
     scale = lax.bitcast_convert_type(jnp.maximum(exponent, 1 << 23), jnp.float32)

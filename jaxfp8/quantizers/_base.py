@@ -239,8 +239,8 @@ def stored_multiplier(scale: Array, is_set: Array, all_set: bool) -> Array:
         return jnp.where(is_set, inverse(jnp.where(is_set, scale, np.float32(1.0))), mark)
 
     def divided(scale: Array, is_set: Array) -> Array:
-        # XLA:CPU does not fuse a division into what reads it. With a select after it, each cast
-        # would compute all of this again. The inverse of inf is 0.
+        # The inverse of inf is 0, the mark of an unset row. XLA:CPU does not fuse a division into
+        # what reads it. A select after it would make each cast compute all of this again.
         return inverse(jnp.where(is_set, scale, np.float32(np.nan if all_set else np.inf)))
 
     return lax.platform_dependent(scale, is_set, cpu=divided, default=selected)

@@ -223,8 +223,8 @@ def known_scales(state: MatmulState) -> Array:
     """
     is_set = is_known(state) & (state.scale > 0)
     multipliers = stored_multiplier(state.scale, is_set, state.settled)
-    # In one axis, because XLA finds the part of an array that was just put together. It does not
-    # look through a reshape.
+    # One axis: XLA replaces a slice of a concatenation by its operand. With two axes a reshape is
+    # between them, and each scale would be copied.
     return jnp.concatenate([multipliers, state.scale], axis=-1)
 
 

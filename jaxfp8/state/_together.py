@@ -4,8 +4,9 @@ What a step does with the state of one matmul takes a hundred small operations. 
 rows are therefore stacked, and one call does it for each stack.
 
 The results are many small arrays again: a scale that cuBLASLt reads, or an array of the next
-state. One kernel writes up to 95 of them. Each has memory of its own, so that the casts of equal
-layers are equal to the letter. XLA compiles such kernels once.
+state. XLA:GPU writes many of them in one kernel. A cast that read a slice would differ from the
+others in its offset. So each scale has memory of its own. The casts of equal layers are then equal,
+and XLA compiles them once.
 """
 
 import functools
@@ -27,8 +28,8 @@ T = TypeVar("T")
 _MOST_STACKED = 15
 """The largest number of states in a stack.
 
-With 3 rows the multipliers and scales of 15 states are 90 arrays. XLA:GPU would write those of 16
-in two kernels.
+3 rows (x, w and g) with a multiplier and a scale each make 6 arrays for a state: 15 states have 90.
+XLA:GPU writes the 96 of 16 states in two kernels (jax 0.12).
 """
 
 
@@ -54,12 +55,15 @@ def groups_of(states: Sequence[MatmulState]) -> list[list[int]]:
 
 
 def by_groups(
-    groups: list[list[int]], function: Callable[..., T], *lists: Sequence[PyTree], ends: bool = True
+    groups: list[list[int]],
+    function: Callable[..., T],
+    *lists: Sequence[PyTree],
+    stored: bool = True,
 ) -> list[T]:
     """`[function(*each) for each in zip(*lists)]`, with one call for each group.
 
     The arrays of a group with several states get a leading axis. Results are float32 arrays.
-    `ends` says whether they are written to memory, and not only read by the next such call.
+    `stored` says whether they are written to memory, and not only read by the next such call.
     """
     results: dict[int, T] = {}
 
@@ -71,7 +75,7 @@ def by_groups(
     def together(*lists: list[PyTree]) -> list[T]:
         stacked = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in lists)
         result, count = function(*stacked), len(lists[0])
-        if ends:
+        if stored:
             return _parts(result, count)
         return [jax.tree.map(lambda leaf, i=i: leaf[i], result) for i in range(count)]
 
@@ -96,8 +100,8 @@ def _parts(stacked: T, count: int) -> list[T]:
         ends = np.cumsum([row.shape[1] for row in rows])[:-1]
         # Without the barrier, each kernel that writes parts would compute the whole once more.
         packed = lax.optimization_barrier(jnp.concatenate(rows, axis=1))
-        # This changes nothing: only -inf is below the least float32. But XLA writes many parts in
-        # one kernel if they are computed. Plain slices are copies, each in a kernel of its own.
+        # Without this select each part is a copy, in a kernel of its own. It changes no value: only
+        # -inf is below `-LARGEST`.
         packed = jnp.where(packed < -LARGEST, -np.inf, packed)
         return [
             [part.reshape(leaf.shape[1:]) for part, leaf in zip(parts, leaves, strict=True)]
@@ -124,7 +128,8 @@ def known_scales_of(groups: list[list[int]], states: Sequence[MatmulState]) -> l
 
     def together(*states: MatmulState) -> list[Array]:
         found = by_groups([[*range(len(states))]], numbers, states)
-        # Each number is an array of its own, which cuBLASLt reads where it is.
+        # Without the barrier XLA would put the numbers of a state together again, and each matmul
+        # would copy its scale from there.
         return [jnp.stack(lax.optimization_barrier(each)) for each in found]
 
     def apart(*states: MatmulState) -> list[Array]:

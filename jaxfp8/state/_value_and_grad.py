@@ -149,7 +149,7 @@ def value_and_grad(
         value, (grads, cotangents) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(
             _handles_of(params), ledgers
         )
-        amaxes = by_groups(groups, decode, structure.flatten_up_to(cotangents), ends=False)
+        amaxes = by_groups(groups, decode, structure.flatten_up_to(cotangents), stored=False)
         amaxes = reduce_over_mesh(amaxes, states, named)
         seen = [SeenAmax(amax, s.rows) for amax, s in zip(amaxes, states, strict=True)]
         new = by_groups(groups, commit_one, states, seen) if commit else seen

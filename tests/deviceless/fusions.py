@@ -1,7 +1,7 @@
 """How many different kernels XLA compiles for the fusions of a program.
 
-XLA compiles a fusion once, and again uses the kernel for fusions that are equal to the letter: the
-same operations in the same order, with the same constants, layouts and types.
+XLA compiles a fusion once, and uses the kernel for all equal fusions. Equal ones have the same
+operations, constants, layouts and types.
 """
 
 import re
@@ -14,7 +14,8 @@ _NOTES = re.compile(r"(?:, )?(?:metadata|backend_config|sharding|frontend_attrib
 
 
 class Fusions(NamedTuple):
-    """Numbers of fusions: all, different ones, and those that differ by more than constants."""
+    """Numbers of fusions: all, different ones, and those that differ by more than constants and
+    bounds of slices."""
 
     fusions: int
     different: int
@@ -53,7 +54,10 @@ def _text(program: Program, fusion: Instruction, *, masked: bool) -> str:
             continue
         numbers[name] = len(numbers)
         attributes = _NOTES.sub("", instruction.attributes)
-        attributes = re.sub(r"(?:to_apply|calls)=%?[\w.\-]+", "", attributes)
+        # A reduction is named by what it combines with, and not by the name of that computation.
+        for combiner in CALLED.findall(attributes):
+            operations = "-".join(each.op for each in program.computations[combiner].values())
+            attributes = attributes.replace(combiner, operations)
         literal = ",".join(instruction.operands) if instruction.op == "constant" else ""
         if masked:
             attributes, literal = re.sub(r"slice=\{.*?\}", "", attributes), ""

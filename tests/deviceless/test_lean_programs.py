@@ -1,4 +1,4 @@
-"""The bookkeeping of delayed scaling in the program of an H200 that is not there."""
+"""The small kernels of delayed scaling, for scales and states, in programs compiled for an H200."""
 
 import functools
 import re
@@ -63,7 +63,7 @@ def test_equal_layers_are_equal_kernels():
 
 
 def test_the_matmuls_read_scales_where_they_were_written():
-    """One kernel writes each scale to memory of its own, and no kernel copies it."""
+    """One kernel writes all scales, each to memory of its own. No kernel copies them."""
     program = program_of(MANY)
     matmuls, writers = program.fp8_matmuls(program.entry), set()
     for matmul in matmuls:
@@ -81,26 +81,42 @@ def test_the_matmuls_read_scales_where_they_were_written():
 
 
 def test_fusions_are_compared():
-    """Names do not count. A constant, a slice and an operation do."""
+    """Names do not count. A constant, a slice, an operation and what a reduction combines do."""
     body = """
 %NAME (a: f32[4]) -> f32[2] {
   %a.NAME = f32[4]{0} parameter(0), metadata={op_name="NAME"}
   %c.NAME = f32[4]{0} constant(CONSTANT)
-  %b.NAME = f32[4]{0} OPERATION(%a.NAME, %c.NAME)
+  %z.NAME = f32[] constant(0)
+  %r.NAME = f32[] reduce(%c.NAME, %z.NAME), dimensions={0}, to_apply=%COMBINER
+  %w.NAME = f32[4]{0} broadcast(%r.NAME), dimensions={}
+  %b.NAME = f32[4]{0} OPERATION(%a.NAME, %w.NAME)
   ROOT %s.NAME = f32[2]{0} slice(%b.NAME), slice={[SLICE]}
 }
 """
-    fusions = [
-        ("first", "{1, 2}", "add", "0:2"),
-        ("same", "{1, 2}", "add", "0:2"),
-        ("constant", "{1, 3}", "add", "0:2"),
-        ("slice", "{1, 2}", "add", "2:4"),
-        ("operation", "{1, 2}", "multiply", "0:2"),
+    combiner = """
+%NAME (l: f32[], r: f32[]) -> f32[] {
+  %l.NAME = f32[] parameter(0)
+  %r.NAME = f32[] parameter(1)
+  ROOT %o.NAME = f32[] OPERATION(%l.NAME, %r.NAME)
+}
+"""
+    words = "NAME", "CONSTANT", "OPERATION", "SLICE", "COMBINER"
+    rows = [
+        ("first", "{1, 2}", "add", "0:2", "larger"),
+        ("same", "{1, 2}", "add", "0:2", "larger"),
+        ("constant", "{1, 3}", "add", "0:2", "larger"),
+        ("slice", "{1, 2}", "add", "2:4", "larger"),
+        ("operation", "{1, 2}", "multiply", "0:2", "larger"),
+        ("combiner", "{1, 2}", "add", "0:2", "summed"),
     ]
     text, entry = "HloModule m\n", "ENTRY %main (x: f32[4]) -> f32[2] {\n"
     entry += "  %x = f32[4]{0} parameter(0)\n"
-    for name, constant, operation, part in fusions:
-        of = body.replace("NAME", name).replace("CONSTANT", constant)
-        text += of.replace("OPERATION", operation).replace("SLICE", part)
-        entry += f"  %f.{name} = f32[2]{{0}} fusion(%x), kind=kLoop, calls=%{name}\n"
-    assert fusions_of(Program(text + entry + "}\n")) == (5, 4, 2)
+    for name, operation in (("larger", "maximum"), ("summed", "add")):
+        text += combiner.replace("NAME", name).replace("OPERATION", operation)
+    for row in rows:
+        of = body
+        for word, by in zip(words, row, strict=True):
+            of = of.replace(word, by)
+        text += of
+        entry += f"  %f.{row[0]} = f32[2]{{0}} fusion(%x), kind=kLoop, calls=%{row[0]}\n"
+    assert fusions_of(Program(text + entry + "}\n")) == (6, 5, 3)
