@@ -139,26 +139,10 @@ def quotient_and_inverse(numerator: float, denominator: Array) -> tuple[Array, A
 
     return lax.platform_dependent(
         denominator,
-        cpu=functools.partial(_both_on_cpu, numerator),
+        cpu=functools.partial(each, _divide_on_cpu),
         tpu=functools.partial(each, lambda top, x, clamped: _divide_on_tpu(top, x)),
         default=functools.partial(each, _divide_in_float64),
     )
-
-
-def _both_on_cpu(numerator: float, denominator: Array) -> tuple[Array, Array]:
-    with jax.enable_x64(True):
-        wide = lax.convert_element_type(denominator, np.float64)
-        least, largest = numerator * TINY, numerator / TINY
-        if largest < LARGEST:
-            wide = lax.clamp(np.float64(least), wide, np.float64(largest))
-        else:  # no denominator is larger
-            wide = lax.max(wide, constant_like(wide, least))
-        quotient = _quotient(numerator, wide, clamped=False)
-        # The operand of the second division must be the first result.
-        rounded = lax.reduce_precision(quotient, exponent_bits=8, mantissa_bits=23)
-        inverse = _quotient(1.0, rounded, clamped=False)
-        narrow = functools.partial(lax.convert_element_type, new_dtype=np.float32)
-        return narrow(quotient), narrow(inverse)
 
 
 # A bound of the error of the estimate, in units in the last place. `div.full.f32` is off by at most

@@ -114,6 +114,7 @@ class _Tiling:
             scale = scale[..., :: self.side]
         if self.transposed:
             values = values.swapaxes(1, 2)
+        # A single scale of T x T is in the order of its copy, others have rows last: see `written`.
         if self.transposed == self.whole:
             scale = scale.swapaxes(1, 2)
         if rule.scale_format is not None:
