@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
     tokens: int
     keep: str
     manual: bool
-    options: list[str]
+    options: tuple[str, ...] = ()
 
 
 KEEP = {"products": llama.KEEP_PRODUCTS, "residuals": llama.KEEP_RESIDUALS}

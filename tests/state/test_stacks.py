@@ -37,6 +37,11 @@ def together(old, seen):
     return by_groups(groups_of(old), commit_one, old, seen)
 
 
+def jitted():
+    """`together`, traced again: JAX would keep the trace of another platform."""
+    return jax.jit(lambda *given: together(*given))
+
+
 @pytest.fixture(params=["cpu", "cuda"])
 def platform(request, monkeypatch):
     """What that platform would compute."""
@@ -51,7 +56,7 @@ def platform(request, monkeypatch):
 @pytest.mark.parametrize("count", [1, _MOST_STACKED + 1, 3 * _MOST_STACKED + 2])
 def test_same_bits_as_one_by_one(count):
     old, seen = states(count, RECIPES)
-    got = jax.jit(together)(old, seen)
+    got = jitted()(old, seen)
     wanted = [jax.jit(commit_one)(*each) for each in zip(old, seen, strict=True)]
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     assert_same_bits(got, wanted)
@@ -64,7 +69,7 @@ def test_any_number_that_a_quantizer_remembers():
     old, seen = states(3, [fp8.recipes.delayed(history_length=8)])
     old = [dataclasses.replace(s, amax_history=jnp.stack([history] * 3)) for s in old]
     seen = [dataclasses.replace(s, amax=s.amax * 0) for s in seen]  # nothing changes
-    for state in jax.jit(together)(old, seen):
+    for state in jitted()(old, seen):
         assert_same_bits(state.amax_history, old[0].amax_history)
 
 
@@ -113,7 +118,7 @@ def test_a_quantizer_that_changed_is_traced_again(count, monkeypatch):
         return row._replace(scale=jnp.full_like(row.scale, 7))
 
     monkeypatch.setattr(quantizer, "update", update)
-    again = jax.jit(lambda *given: together(*given))(old, seen)
+    again = jitted()(old, seen)
     assert all(leaf.scale[0] == 7 for leaf in again)
 
 
