@@ -1,5 +1,6 @@
 """FP8 training in JAX. `import jaxfp8 as fp8`."""
 
+from jaxfp8 import checkpoint as checkpoint
 from jaxfp8 import comms as comms
 from jaxfp8 import conversion as conversion
 from jaxfp8 import diagnostics as diagnostics

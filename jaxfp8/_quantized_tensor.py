@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -93,12 +94,9 @@ class QuantizedTensor:
         """
         check_scale(self, "this QuantizedTensor", "fp8.quantize(x, ...)")
         dtype = jnp.dtype(self.dtype if dtype is None else dtype)
-        largest = min(float(jnp.finfo(dtype).max), LARGEST)
-        values = self.values.astype(jnp.float32)
         # An E8M0 scale has two factors, because its smallest value is subnormal in float32.
         factors = [self.granularity.expand(each, self.shape) for each in factors_of(self.scale)]
-        product = jnp.clip(times(values, factors), -largest, largest)
-        return jnp.where(jnp.isfinite(values), product, values * factors[0]).astype(dtype)
+        return dequantized(self.values, factors, dtype)
 
     def transpose(self, *permutation: int) -> "QuantizedTensor":
         """The tensor with its axes permuted. It is exact: scales move with their values.
@@ -124,6 +122,14 @@ class QuantizedTensor:
     @property
     def T(self) -> "QuantizedTensor":
         return self.transpose()
+
+
+def dequantized(values: Array, factors: Sequence[Array], dtype: DType) -> Array:
+    """`values * scale`, clipped to `dtype`, for the factors of a scale that broadcast to values."""
+    largest = min(float(jnp.finfo(dtype).max), LARGEST)
+    wide = values.astype(jnp.float32)
+    product = jnp.clip(times(wide, list(factors)), -largest, largest)
+    return jnp.where(jnp.isfinite(wide), product, wide * factors[0]).astype(dtype)
 
 
 def validate(tensor: QuantizedTensor, name: str = "tensor") -> None:

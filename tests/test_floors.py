@@ -29,13 +29,13 @@ FLOORS = (
     ("ops",),
     ("moe",),
     ("linen", "nnx", "optim"),
-    ("conversion", "diagnostics"),
+    ("checkpoint", "conversion", "diagnostics"),
     ("plugs",),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS, start=1) for room in rooms}
 
 # Rooms stay rooms: few files, each of them a subject. CONTRIBUTING.md says what to do at a bound.
-MOST_FILES = 200  # with faces
+MOST_FILES = 210  # with faces
 LONGEST = 500  # lines of a file
 LEAST_MEDIAN = 200  # lines, without faces
 

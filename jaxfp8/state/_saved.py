@@ -186,11 +186,11 @@ def _faults(wanted: Any, leaf: Any) -> Iterator[str]:
         yield f"it is {describe_node(leaf)}, but an array is needed"
     elif shape != wanted.shape:
         yield f"its shape is {list(shape)}, but the model's is {list(wanted.shape)}"
-    elif dtype != wanted.dtype and not _holds(wanted.dtype, dtype):
+    elif dtype != wanted.dtype and not holds(wanted.dtype, dtype):
         yield f"its dtype is {dtype}, but the model's is {wanted.dtype}, which cannot hold it"
 
 
-def _holds(wide: Any, narrow: Any) -> bool:
+def holds(wide: Any, narrow: Any) -> bool:
     """Whether a dtype holds all values of another one."""
     extended = any(jnp.issubdtype(d, jax.dtypes.extended) for d in (wide, narrow))
     return not extended and np.can_cast(narrow, wide, "safe")
