@@ -222,7 +222,13 @@ def grid_of(entry: Entry, weight: QuantizedWeight) -> Grid:
     of_n, of_k = (_axes_of(merged, group) for group in groups)
     rest = [i for i in range(len(merged)) if i not in (of_n or ()) and i not in (of_k or ())]
     stacked = [*names[:lead], *sum((merged[i] for i in rest), ())]
-    if not of_n or not of_k or set(stacked) != set(entry.axes.stacked):
+    contracted = view.geometry.fprop.sides[1].contracted
+    if (
+        not of_n
+        or not of_k
+        or set(of_k) != set(contracted)
+        or set(stacked) != set(entry.axes.stacked)
+    ):
         raise ValueError(
             f"{entry.path} is {weight}, whose matmul has the axes {merged} after {lead} stacked "
             f"ones. The tensor {entry.name} has the axes {entry.axes.of_file}. Name the axes of "

@@ -91,7 +91,7 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
-class Reader(contextlib.AbstractContextManager):
+class Reader(contextlib.AbstractContextManager["Reader"]):
     """An open safetensors file. `read` returns its tensors. One thread may read at a time."""
 
     specs: dict[str, TensorSpec]  # in the order of the data
@@ -167,7 +167,7 @@ class Reader(contextlib.AbstractContextManager):
         self.close()
 
 
-class Writer(contextlib.AbstractContextManager):
+class Writer(contextlib.AbstractContextManager["Writer"]):
     """A new safetensors file, whose tensors are written in any order, each by its rows.
 
     The bytes are those of the package `safetensors`. It writes two keys of metadata or more in a
@@ -260,7 +260,7 @@ class Writer(contextlib.AbstractContextManager):
             self._remove()
 
 
-class Checkpoint(contextlib.AbstractContextManager):
+class Checkpoint(contextlib.AbstractContextManager["Checkpoint"]):
     """The tensors of a safetensors file, or of a folder, which may hold them in several files."""
 
     specs: dict[str, TensorSpec]

@@ -1,0 +1,312 @@
+"""`load`: what comes back is what was written, and what does not fit is one error."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from messages import Message, check
+from weight_files import CELLS, contents, dequantized, matrices, normal, read_folder, same, tree
+
+import jaxfp8 as fp8
+from jaxfp8 import checkpoint
+from jaxfp8.checkpoint import CheckpointError
+from jaxfp8.checkpoint._safetensors import TensorSpec, Writer
+
+
+def shapes_of(params):
+    return jax.eval_shape(lambda: params)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_high_precision_comes_back_bit_for_bit(dtype, tmp_path):
+    params = tree(dtype)
+    checkpoint.export(params, tmp_path / "a", format=None)
+    back = checkpoint.load(tmp_path / "a", shapes_of(params))
+    assert same(params, back)
+    checkpoint.export(back, tmp_path / "b", format=None)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("fmt", CELLS)
+def test_fp8_is_dequantized_exactly(fmt, dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxfp8.checkpoint._encode.PIECE", 128 * 200)  # many pieces
+    params = tree(dtype)
+    checkpoint.export(params, tmp_path, format=fmt)
+    back = checkpoint.load(tmp_path, shapes_of(params))
+    tensors = read_folder(tmp_path)
+    for name, w in matrices(back).items():
+        exact = dequantized(tensors, name, fmt)
+        np.testing.assert_array_equal(w, exact.astype(np.float32).astype(w.dtype))
+        # An FP8 weight is near the weight: the scale is no other one's.
+        own = np.asarray(matrices(params)[name], np.float64)
+        assert np.linalg.norm(exact - own) < 0.04 * np.linalg.norm(own)
+
+
+# The recipes whose weights a file can fill, and formats of their scales.
+FILLS = {
+    "blockwise": (fp8.recipes.blockwise(), ("hf-fp8", "hf-fp8-ue8m0", "compressed-block")),
+    "float_scales": (fp8.recipes.blockwise(power_of_two=False), ("hf-fp8", "compressed-block")),
+    "current": (fp8.recipes.current(), ("compressed-tensor", "compressed-channel", "hf-fp8")),
+    "mxfp8_2d": (fp8.recipes.mxfp8(w_tile_dim=2), ("compressed-mxfp8",)),
+}
+ROWS = [(name, fmt) for name, (_, formats) in FILLS.items() for fmt in formats]
+
+
+@pytest.mark.parametrize(("name", "fmt"), ROWS)
+def test_fp8_weights_and_their_files_have_the_same_bytes(name, fmt, tmp_path):
+    """Weights of training out, in, and out again."""
+    recipe = FILLS[name][0]
+    weights = fp8.quantize_params(tree(), recipe, primary=True)
+    done = checkpoint.export(weights, tmp_path / "a", format=fmt)
+    assert set(done.how.values()) == {"as it is"}
+    tensors = read_folder(tmp_path / "a")
+    for i in range(2):
+        w = weights["blocks"][i]["up"]["kernel"]
+        np.testing.assert_array_equal(
+            tensors[f"blocks.{i}.up.weight"].view(np.uint8),
+            np.asarray(w.values[0]).T.view(np.uint8),
+        )
+    back = checkpoint.load(tmp_path / "a", shapes_of(weights))
+    assert same(weights, back)
+    checkpoint.export(back, tmp_path / "b", format=fmt)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_a_file_in_high_precision_fills_fp8_weights_by_their_cast(name, tmp_path):
+    recipe = FILLS[name][0]
+    checkpoint.export(tree(), tmp_path, format=None)
+    weights = fp8.quantize_params(tree(), recipe, primary=True)
+    assert same(weights, checkpoint.load(tmp_path, shapes_of(weights)))
+    both = fp8.quantize_params(tree(), recipe)  # with the original, to train
+    assert same(both, checkpoint.load(tmp_path, shapes_of(both)))
+
+
+def test_a_cast_by_the_recipe_survives_any_format_with_finer_cells(tmp_path):
+    """The scale of a tensor is the scale of each of its rows and blocks."""
+    weights = fp8.quantize_params(tree("float32"), fp8.recipes.current(), primary=True)
+    like = shapes_of(tree("float32"))
+    checkpoint.export(weights, tmp_path / "none", format=None)
+    want = checkpoint.load(tmp_path / "none", like)
+    for fmt in ("compressed-tensor", "compressed-channel", "compressed-block", "hf-fp8"):
+        done = checkpoint.export(weights, tmp_path / fmt, format=fmt)
+        assert set(done.how.values()) == {"as it is"}
+        assert same(want, checkpoint.load(tmp_path / fmt, like))
+
+
+@pytest.mark.parametrize("fmt", ["hf-fp8-ue8m0", "compressed-mxfp8"])
+def test_values_are_cast_again_where_a_scale_is_narrowed(fmt, tmp_path):
+    weights = fp8.quantize_params(tree(), fp8.recipes.current(), primary=True)
+    done = checkpoint.export(weights, tmp_path / "a", format=fmt)
+    assert done.how["blocks.0.up.weight"] == "cast again"
+    # As a cast of what the values stand for, which float32 holds exactly enough.
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), shapes_of(tree()))
+    checkpoint.export(weights, tmp_path / "wide", format=None, dtype=jnp.float32)
+    checkpoint.export(checkpoint.load(tmp_path / "wide", like), tmp_path / "b", format=fmt)
+    a, b = read_folder(tmp_path / "a"), read_folder(tmp_path / "b")
+    for name in a:
+        if "up" in name and "bias" not in name:
+            assert a[name].tobytes() == b[name].tobytes()
+
+
+def test_files_of_others_have_scales_in_bfloat16_and_other_shapes(tmp_path):
+    values = np.asarray(normal(0, 256, 384), np.float32).astype(ml_dtypes.float8_e4m3fn)
+    for fmt, shape in (
+        ("compressed-tensor", ()),
+        ("compressed-tensor", (1, 1)),
+        ("hf-fp8", (2, 3)),
+    ):
+        folder = tmp_path / f"{fmt}{len(shape)}"
+        scale = np.asarray(np.abs(normal(1, *shape)) + 0.5, ml_dtypes.bfloat16).reshape(shape)
+        config = checkpoint.FORMATS[fmt].config(checkpoint.FORMATS[fmt], [])
+        name = checkpoint.FORMATS[fmt].scale_name
+        write(folder, {"a.weight": values, f"a.{name}": scale}, config)
+        out = checkpoint.load(folder, {"a": {"kernel": jnp.zeros((384, 256), jnp.float32)}})
+        wide = dequantized(read_folder(folder), "a", fmt)
+        np.testing.assert_array_equal(np.asarray(out["a"]["kernel"]).T, wide.astype(np.float32))
+
+
+def write(folder, tensors, config=None):
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    specs = {name: TensorSpec(each.dtype, each.shape) for name, each in tensors.items()}
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    with Writer(folder / "model.safetensors", specs, {}) as writer:
+        for name, each in tensors.items():
+            writer.write(name, each)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return folder
+
+
+# Models and devices.
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs, recipe):
+        self.layers = nnx.List(
+            [fp8.nnx.FP8Linear(256, 256, recipe=recipe, rngs=rngs) for _ in range(2)]
+        )
+        self.norm = nnx.RMSNorm(256, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+def test_an_nnx_model_keeps_all_but_its_parameters(tmp_path):
+    recipe = fp8.recipes.delayed()
+    model, other = (Model(nnx.Rngs(seed), recipe) for seed in (0, 1))
+    checkpoint.export(model, tmp_path, format=None)
+    loaded = checkpoint.load(tmp_path, other)
+    assert isinstance(loaded, Model)
+    assert same(nnx.state(loaded, nnx.Param), nnx.state(model, nnx.Param))
+    states = [nnx.state(each, fp8.nnx.FP8State) for each in (loaded, other)]
+    assert same(*states)
+    assert jax.tree.leaves(states[0])
+    assert not same(nnx.state(other, nnx.Param), nnx.state(model, nnx.Param))  # it did not change
+    abstract = nnx.eval_shape(lambda: Model(nnx.Rngs(2), recipe))
+    assert same(
+        nnx.state(checkpoint.load(tmp_path, abstract), nnx.Param), nnx.state(model, nnx.Param)
+    )
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_arrays_get_the_shardings_of_the_model(kind, tmp_path):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
+    params = tree()
+    checkpoint.export(params, tmp_path / "a", format="hf-fp8")
+    sharding = jax.NamedSharding(mesh, jax.P("b", "a"))
+
+    def place(x):
+        split = x.shape in ((256, 384), (384, 256))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if split else None)
+
+    whole = checkpoint.load(tmp_path / "a", params)
+    back = checkpoint.load(tmp_path / "a", jax.tree.map(place, params))
+    assert back["blocks"][0]["up"]["kernel"].sharding == sharding
+    assert same(whole, back)
+    weights = fp8.quantize_params(params, fp8.recipes.blockwise(), primary=True)
+    checkpoint.export(weights, tmp_path / "b", format="hf-fp8")
+    placed = checkpoint.load(tmp_path / "b", jax.tree.map(place, shapes_of(weights)))
+    assert placed["blocks"][0]["up"]["kernel"].values[0].sharding == sharding
+    assert same(weights, placed)
+
+
+# Refusals: one error that names the tensor, and no change.
+
+LIKE = {
+    "a": {"kernel": jnp.zeros((384, 256), jnp.bfloat16)},
+    "n": {"scale": jnp.zeros(8, jnp.float32)},
+}
+VALUES = np.ones((256, 384), ml_dtypes.float8_e4m3fn)
+SCALES = np.ones((2, 3), np.float32)
+GOOD = {"a.weight": VALUES, "a.weight_scale_inv": SCALES, "n.weight": np.ones(8, np.float32)}
+CONFIG = checkpoint.FORMATS["hf-fp8"].config(checkpoint.FORMATS["hf-fp8"], [])
+WITHOUT_SCALE = {k: v for k, v in GOOD.items() if k != "a.weight_scale_inv"}
+
+
+def weights_of(recipe, state=(), **options):
+    return shapes_of(
+        fp8.quantize_params({"a": LIKE["a"]}, recipe, state=state, **{"primary": True} | options)
+    ) | {"n": LIKE["n"]}
+
+
+CASES = {
+    "missing": ({k: v for k, v in GOOD.items() if k != "n.weight"}, CONFIG, LIKE, {},
+                ("n.weight is missing", "n/scale", "names=")),
+    "unexpected": (GOOD | {"b": SCALES}, CONFIG, LIKE, {},
+                   ("b is no parameter", "names=", "skip=")),
+    "shape": (GOOD | {"n.weight": np.ones(9, np.float32)}, CONFIG, LIKE, {},
+              ("n.weight has the shape [9]", "[8] is needed", "n/scale")),
+    "narrow": (GOOD, CONFIG, LIKE | {"n": {"scale": jnp.zeros(8, jnp.bfloat16)}}, {},
+               ("n.weight is float32", "bfloat16 cannot hold", "Load it as float32")),
+    "no_scale": (WITHOUT_SCALE, CONFIG, LIKE, {},
+                 ("a.weight has no scale", "a.weight_scale_inv is missing", "a/kernel")),
+    "misnamed_scale": (WITHOUT_SCALE | {"a.weight_scale": SCALES}, CONFIG, LIKE, {},
+                       ("a.weight has no scale", "a.weight_scale is no parameter", "skip=")),
+    "transposed_scale": (GOOD | {"a.weight_scale_inv": SCALES.T.copy()}, CONFIG, LIKE, {},
+                         ("scale float32[3, 2]", "needs float32[2, 3]", "a/kernel")),
+    "bytes_for_float_scales": (GOOD | {"a.weight_scale_inv": np.ones((2, 3), np.uint8)}, CONFIG,
+                               LIKE, {}, ("scale uint8[2, 3]", "needs float32[2, 3]", "a/kernel")),
+    "negative_scale": (GOOD | {"a.weight_scale_inv": -SCALES}, CONFIG, LIKE, {},
+                       ("a.weight_scale_inv holds -1.0", "positive", "again")),
+    "nan_scale": (GOOD | {"a.weight_scale_inv": SCALES * np.nan}, CONFIG, LIKE, {},
+                  ("a.weight_scale_inv holds nan", "finite", "again")),
+    "no_config": (GOOD, None, LIKE, {}, ("a.weight is float8_e4m3fn", "no config", "Pass format=")),
+    "e5m2": (GOOD | {"a.weight": VALUES.astype(ml_dtypes.float8_e5m2)}, CONFIG, LIKE, {},
+             ("float8_e5m2", "float8_e4m3fn", "a/kernel")),
+    "fp8_norm": (GOOD | {"n.weight": np.ones(8, ml_dtypes.float8_e4m3fn)}, CONFIG, LIKE, {},
+                 ("n.weight is float8_e4m3fn", "linear layers", "n/scale")),
+    "unknown_method": (GOOD, {"quant_method": "gptq"}, LIKE, {},
+                       ("'gptq'", "can be read", "format=")),
+    "unknown_block": (GOOD, CONFIG | {"weight_block_size": [64, 64]}, LIKE, {},
+                      ("[64, 64]", "can be read", "format=")),
+    "no_object": (GOOD, 3, LIKE, {}, ("quantization_config must be an object", "3", "config.json")),
+    "two_copies": (GOOD, CONFIG, weights_of(fp8.recipes.rowwise()), {},
+                   ("2 copies", "one copy", "load it as an array")),
+    "original": (GOOD, CONFIG, weights_of(fp8.recipes.blockwise(), primary=False), {},
+                 ("original=True", "primary=True", "load it as an array")),
+    "state": (GOOD, CONFIG, weights_of(fp8.recipes.delayed(), {"a": {
+        "kernel": fp8.init_state(fp8.recipes.delayed())}}), {},
+        ("delayed", "quantizer state", "quantize_params")),
+    "other_cells": (GOOD | {"a.weight_scale_inv": np.arange(1, 7, dtype=np.float32).reshape(2, 3)},
+                    CONFIG, weights_of(fp8.recipes.current()), {},
+                    ("a.weight", "other cells", "Load it as an array")),
+    "no_powers_of_two": (GOOD | {"a.weight_scale_inv": 3 * SCALES}, CONFIG,
+                         weights_of(fp8.recipes.blockwise(power_of_two=True)), {},
+                         ("a.weight", "powers of two", "Load it as an array")),
+}  # fmt: skip
+OF_MODEL = ("two_copies", "original", "state", "other_cells", "no_powers_of_two")
+"""What the file has is right, and the model cannot hold it."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_refused(name, tmp_path):
+    tensors, config, like, options, parts = CASES[name]
+    write(tmp_path, tensors, config)
+    before = contents(tmp_path)
+    is_of_file = name not in OF_MODEL
+    error = CheckpointError if is_of_file else ValueError
+    check(Message(error, lambda: checkpoint.load(tmp_path, like, **options), *parts))
+    assert contents(tmp_path) == before
+
+
+def test_tensors_that_the_model_lacks_are_skipped(tmp_path):
+    write(tmp_path, GOOD | {"layers.0.inv_freq": np.ones(4, np.float32)}, CONFIG)
+    loaded = checkpoint.load(tmp_path, LIKE, skip=("*.inv_freq",))
+    np.testing.assert_array_equal(np.asarray(loaded["a"]["kernel"], np.float32), 1)
+
+
+def test_a_format_by_hand_and_by_either_config(tmp_path):
+    write(tmp_path, GOOD)
+    checkpoint.load(tmp_path, LIKE, format="hf-fp8")
+    model = {k.replace("_inv", ""): v for k, v in GOOD.items()}
+    model["a.weight_scale"] = np.float32(0.5)
+    model["a.input_scale"] = np.float32(0.25)
+    for file, config in (
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}),
+        ("config.json", {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}),
+    ):
+        folder = write(tmp_path / file.replace(".", "_"), model)
+        (folder / file).write_text(json.dumps(config))
+        loaded = checkpoint.load(folder, LIKE)
+        np.testing.assert_array_equal(np.asarray(loaded["a"]["kernel"], np.float32), 0.5)
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]", "\xff"])
+def test_a_damaged_config_is_one_error(text, tmp_path):
+    write(tmp_path, GOOD)
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"config.json"):
+        checkpoint.load(tmp_path, LIKE)
+
+
+def test_no_file_is_read_that_no_one_named(tmp_path):
+    with pytest.raises(CheckpointError, match="must hold"):
+        checkpoint.load(tmp_path, LIKE)
+    with pytest.raises(OSError, match="nowhere"):
+        checkpoint.load(tmp_path / "nowhere", LIKE)

@@ -1,0 +1,57 @@
+"""`weights`: the bytes of the file, and after a step only what changed."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from weight_files import CELLS, read_folder, tree
+
+import jaxfp8 as fp8
+from jaxfp8 import checkpoint
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("fmt", [None, *CELLS])
+def test_the_bytes_are_those_of_the_file(fmt, in_fp8, tmp_path):
+    params = tree()
+    if in_fp8:
+        params = fp8.quantize_params(params, fp8.recipes.blockwise(), primary=True)
+    checkpoint.export(params, tmp_path, format=fmt)
+    sent = list(checkpoint.weights(params, fmt))
+    stored = read_folder(tmp_path)
+    assert len(sent) == len(stored)
+    for name, array in sent:
+        assert (array.dtype, array.shape) == (stored[name].dtype, stored[name].shape)
+        assert array.tobytes() == stored[name].tobytes()
+
+
+def test_only_what_changed_is_sent():
+    params, seen = tree(), {}
+    everything = dict(checkpoint.weights(params, "hf-fp8", seen=seen))
+    assert list(checkpoint.weights(params, "hf-fp8", seen=seen)) == []
+    # A change of one value within a block leaves the scale as it is.
+    kernel = params["blocks"][0]["up"]["kernel"]
+    largest = np.unravel_index(np.argmax(np.abs(np.asarray(kernel, np.float32))), kernel.shape)
+    params["blocks"][0]["up"]["kernel"] = kernel.at[(largest[0] + 1) % 256, largest[1]].set(0)
+    params["blocks"][1]["norm"]["scale"] = params["blocks"][1]["norm"]["scale"] * 2
+    changed = dict(checkpoint.weights(params, "hf-fp8", seen=seen))
+    assert set(changed) == {"blocks.0.up.weight", "blocks.1.norm.weight"}
+    fresh = dict(checkpoint.weights(params, "hf-fp8"))
+    held = everything | changed
+    assert {n: a.tobytes() for n, a in held.items()} == {n: a.tobytes() for n, a in fresh.items()}
+
+
+def test_a_tensor_whose_sending_failed_is_sent_again():
+    params, seen = tree(), {}
+    for name, _ in checkpoint.weights(params, "hf-fp8", seen=seen):
+        if name == "blocks.0.up.weight":
+            break
+    rest = [name for name, _ in checkpoint.weights(params, "hf-fp8", seen=seen)]
+    assert "blocks.0.up.weight" in rest
+    assert "blocks.0.down.weight" not in rest
+
+
+def test_arguments_are_checked_before_the_first_tensor():
+    with pytest.raises(ValueError, match="format='fp8' is unknown"):
+        checkpoint.weights({"a": {"kernel": jnp.ones((8, 16))}}, "fp8")
+    with pytest.raises(TypeError, match="seen="):
+        checkpoint.weights({"a": {"kernel": jnp.ones((8, 16))}}, None, seen=set())
