@@ -119,6 +119,46 @@ def test_one_scale_for_matrices_that_engines_merge(tmp_path):
         np.testing.assert_array_equal(tensors[f"{module}.weight"].view(np.uint8), codes)
 
 
+def test_what_training_left_in_high_precision_stays_there(tmp_path):
+    rules = [("blocks/1/.*", None), ("(.*/)?kernel", fp8.weights.WeightAxes())]
+    params = tree()
+    weights = fp8.quantize_params(params, fp8.recipes.blockwise(), rules=rules, primary=True)
+    checkpoint.export(weights, tmp_path, format="hf-fp8")
+    tensors = read_folder(tmp_path)
+    assert tensors["blocks.0.up.weight"].dtype.name == "float8_e4m3fn"
+    stored = tensors["blocks.1.up.weight"]
+    assert stored.tobytes() == matrices(params)["blocks.1.up"].tobytes()
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["modules_to_not_convert"] == ["blocks.1.down", "blocks.1.up"]
+
+
+def test_modules_to_ignore_and_the_head_are_named_in_the_config(tmp_path):
+    layer = {
+        "down_proj": {"kernel": normal(0, 384, 256)},
+        "up_proj": {"kernel": normal(1, 256, 384)},
+    }
+    params = {
+        "lm_head": {"kernel": normal(2, 256, 96)},
+        "model": {"layers": {"0": {"mlp": layer}, "11": {"mlp": layer}}},
+    }
+    ignore = ("model.layers.1?.mlp.down_proj",)
+    names = checkpoint.names("llama")
+    for fmt, key in (
+        ("hf-fp8", "modules_to_not_convert"),
+        ("compressed-channel", "ignore"),
+    ):
+        done = checkpoint.export(params, tmp_path, format=fmt, names=names, ignore=ignore)
+        config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+        assert config[key] == ["lm_head", "model.layers.11.mlp.down_proj"]
+        assert done.how["lm_head.weight"] == "as it is"
+        assert read_folder(tmp_path)["lm_head.weight"].dtype.name == "bfloat16"
+    # Embeddings that are tied to the head: loaders make a head, and must not look for its scale.
+    del params["lm_head"]
+    checkpoint.export(params, tmp_path, format="hf-fp8", names=names)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["modules_to_not_convert"] == ["lm_head"]
+
+
 # Files: several of them, the index, the configs, and what stays if an export fails.
 
 
