@@ -34,6 +34,7 @@ class Format:
       name: what `export` and `weights` call it.
       cells: "tensor", "channel" (a scale for each output), or the sides of a block.
       scale_name: the last word of the name of the scale.
+      also_read: other last words that files of this format have.
       scale_dtype: float32 or float8_e8m0fnu; uint8 stores the exponents of E8M0.
       scale_shape: the shape of a scale of a tensor: [] or [1].
       static_inputs: whether files also hold a scale for the inputs of each matrix.
@@ -51,6 +52,7 @@ class Format:
     config: Callable[["Format", Sequence[str]], Config]
     scale_dtype: DType = dataclasses.field(default_factory=lambda: np.dtype(np.float32))
     scale_shape: tuple[int, ...] = ()
+    also_read: tuple[str, ...] = ()
     static_inputs: bool = False
     hf_quant_config: bool = False
 
@@ -90,6 +92,11 @@ class Format:
     def scale_name_of(self, name: str) -> str:
         """The name of the scale of a tensor `X.weight`."""
         return f"{name.removesuffix('weight')}{self.scale_name}"
+
+    def names_to_read(self, name: str) -> tuple[str, ...]:
+        """All names that the scale of a tensor `X.weight` can have in a file."""
+        words = (self.scale_name, *self.also_read)
+        return tuple(f"{name.removesuffix('weight')}{word}" for word in words)
 
     def input_scale_name_of(self, name: str) -> str:
         """The name of the scale of the inputs of a tensor `X.weight`."""
@@ -163,25 +170,26 @@ def hf_quant_config(kept: Sequence[str]) -> Config:
     return {"producer": {"name": "modelopt"}, "quantization": quantization}
 
 
-_BYTE = np.dtype(np.uint8)
-_HF, _CT, _BLOCK, _MX = "weight_scale_inv", "weight_scale", (128, 128), (1, 32)
+_E8M0, _BYTE = np.dtype(E8M0.dtype), np.dtype(np.uint8)
+_HF: dict[str, Any] = {
+    "cells": (128, 128), "scale_name": "weight_scale_inv", "config": _fine_grained,
+    "also_read": ("scale",),  # as DeepSeek-V4 calls it
+}  # fmt: skip
+_CT: dict[str, Any] = {"scale_name": "weight_scale", "config": _compressed}
+_MODELOPT: dict[str, Any] = {"static_inputs": True, "hf_quant_config": True, "config": _modelopt}
 
 FORMATS: Mapping[str, Format] = {
     format.name: format
     for format in (
-        Format(name="hf-fp8", cells=_BLOCK, scale_name=_HF, config=_fine_grained),
-        Format(name="hf-fp8-ue8m0", cells=_BLOCK, scale_name=_HF, config=_fine_grained,
-               scale_dtype=np.dtype(E8M0.dtype)),
-        Format(name="compressed-tensor", cells="tensor", scale_name=_CT, config=_compressed,
-               scale_shape=(1,)),
-        Format(name="compressed-channel", cells="channel", scale_name=_CT, config=_compressed),
-        Format(name="compressed-block", cells=_BLOCK, scale_name=_CT, config=_compressed),
-        Format(name="compressed-mxfp8", cells=_MX, scale_name=_CT, config=_compressed,
-               scale_dtype=_BYTE),
-        Format(name="modelopt-fp8", cells="tensor", scale_name=_CT, config=_modelopt,
-               static_inputs=True, hf_quant_config=True),
+        Format(name="hf-fp8", **_HF),
+        Format(name="hf-fp8-ue8m0", scale_dtype=_E8M0, **_HF),
+        Format(name="compressed-tensor", cells="tensor", scale_shape=(1,), **_CT),
+        Format(name="compressed-channel", cells="channel", **_CT),
+        Format(name="compressed-block", cells=(128, 128), **_CT),
+        Format(name="compressed-mxfp8", cells=(1, 32), scale_dtype=_BYTE, **_CT),
+        Format(name="modelopt-fp8", cells="tensor", scale_name="weight_scale", **_MODELOPT),
     )
-}  # fmt: skip
+}
 """The known formats by name. `None` in their place is a checkpoint without FP8."""
 
 

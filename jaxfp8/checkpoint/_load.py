@@ -171,10 +171,11 @@ def _scale_of(
         return None, f"is {spec.dtype}, but no config names its format. Pass format="
     if spec.dtype != VALUES or entry.row.kind != "linear":
         return None, f"is {spec.dtype}, but only matrices of linear layers are read, in {VALUES}"
-    name = format.scale_name_of(entry.name)
-    own = file.specs.get(name)
-    if own is None:
-        return None, f"has no scale: {name} is missing"
+    names = format.names_to_read(entry.name)
+    name = next((name for name in names if name in file.specs), None)
+    if name is None:
+        return None, f"has no scale: {names[0]} is missing"
+    own = file.specs[name]
     wanted = format.scale_spec(spec.shape)
     # Writers of a scale for a tensor disagree about its axes.
     fits = own.shape == wanted.shape or (format.cells == "tensor" and set(own.shape) <= {1})

@@ -160,7 +160,7 @@ class Row:
                 f"kind={self.kind!r} must be one of {get_args(Kind)}, and parallel="
                 f"{self.parallel!r} one of {get_args(Parallel)} or None."
             )
-        if self.kind == "linear" and not self.name.endswith(".weight"):
+        if self.kind == "linear" and self.name.rpartition(".")[2] != "weight":
             raise ValueError(
                 f"name={self.name!r} of a linear layer must end with .weight, because formats name "
                 "the scale after it. Give it another kind."

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -174,6 +175,32 @@ def test_an_nnx_model_keeps_all_but_its_parameters(tmp_path):
     )
 
 
+@pytest.mark.parametrize("file", [None, "hf-fp8"])
+def test_an_nnx_model_gets_weights_in_fp8(file, tmp_path):
+    recipe = fp8.recipes.blockwise()
+    model = fp8.quantize_params(Model(nnx.Rngs(0), recipe), recipe, primary=True)
+    if file is None:
+        checkpoint.export(Model(nnx.Rngs(0), recipe), tmp_path, format=None)
+    else:
+        checkpoint.export(model, tmp_path, format=file)
+    other = fp8.quantize_params(Model(nnx.Rngs(1), recipe), recipe, primary=True)
+    loaded = checkpoint.load(tmp_path, other)
+    x = normal(0, 4, 256, dtype="float32")
+    assert same(nnx.state(loaded, nnx.Param), nnx.state(model, nnx.Param))
+    assert loaded.layers[0](x).tobytes() == model.layers[0](x).tobytes()
+
+
+def test_a_linen_model_with_boxes_keeps_its_boxes(tmp_path):
+    init = nn.with_partitioning(nn.initializers.normal(), ("a", "b"))
+    layer = fp8.linen.FP8Dense(384, kernel_init=init, recipe=fp8.recipes.current())
+    params = layer.init(jax.random.key(0), jnp.ones((4, 256)))["params"]
+    checkpoint.export(params, tmp_path, format=None)
+    other = layer.init(jax.random.key(1), jnp.ones((4, 256)))["params"]
+    loaded = checkpoint.load(tmp_path, other)
+    assert isinstance(loaded["kernel"], nn.Partitioned)
+    assert same(loaded, params)
+
+
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_arrays_get_the_shardings_of_the_model(kind, tmp_path):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
@@ -279,6 +306,14 @@ def test_tensors_that_the_model_lacks_are_skipped(tmp_path):
     write(tmp_path, GOOD | {"layers.0.inv_freq": np.ones(4, np.float32)}, CONFIG)
     loaded = checkpoint.load(tmp_path, LIKE, skip=("*.inv_freq",))
     np.testing.assert_array_equal(np.asarray(loaded["a"]["kernel"], np.float32), 1)
+
+
+def test_scales_as_deepseek_v4_calls_them(tmp_path):
+    renamed = {k.replace("weight_scale_inv", "scale"): v for k, v in GOOD.items()}
+    renamed["a.scale"] = (2 * SCALES).astype(ml_dtypes.float8_e8m0fnu)
+    write(tmp_path, renamed, CONFIG | {"scale_fmt": "ue8m0"})
+    loaded = checkpoint.load(tmp_path, LIKE)
+    np.testing.assert_array_equal(np.asarray(loaded["a"]["kernel"], np.float32), 2)
 
 
 def test_a_format_by_hand_and_by_either_config(tmp_path):
