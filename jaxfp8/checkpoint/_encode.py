@@ -47,8 +47,8 @@ def in_file_order(entry: Entry, part: np.ndarray) -> np.ndarray:
 
 def pieces_of(shape: Axes, step: int) -> list[slice]:
     """Rows of a tensor, by pieces that start at multiples of `step`, and of the sides of cells."""
-    if not shape:
-        return [slice(0, 1)]
+    if not shape or not shape[0]:
+        return [slice(0, 0 if shape else 1)]
     unit = math.lcm(step, _SIDE)
     count = max(PIECE // max(math.prod(shape[1:]), 1) // unit, 1) * unit
     return [slice(i, min(i + count, shape[0])) for i in range(0, shape[0], count)]
@@ -82,12 +82,18 @@ def specs_of(
     """The tensors of one entry. With a format, the entry is a matrix in FP8."""
     shape = entry.file_shape
     if format is None:
-        return {entry.name: TensorSpec(numpy_dtype(dtype or leaf.dtype), shape)}
+        return {entry.name: TensorSpec(_dtype_of(leaf, dtype), shape)}
     specs = {entry.name: TensorSpec(VALUES, shape)}
     specs[format.scale_name_of(entry.name)] = format.scale_spec(shape)
     if format.static_inputs:
         specs[format.input_scale_name_of(entry.name)] = TensorSpec(np.dtype(np.float32), ())
     return specs
+
+
+def _dtype_of(leaf: Any, dtype: DType | None) -> np.dtype:
+    """The dtype of a parameter in a file. Only floats are cast."""
+    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return numpy_dtype(dtype if dtype is not None and is_float else leaf.dtype)
 
 
 def encode(
@@ -185,10 +191,7 @@ def rows_of(entry: Entry, leaf: Any, dtype: DType | None) -> Callable[[slice], n
     """
     array = leaf.original if is_weight(leaf) else leaf
     if array is not None:
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            wanted = numpy_dtype(array.dtype)
-        else:
-            wanted = numpy_dtype(dtype or array.dtype)
+        wanted = _dtype_of(array, dtype)
         return lambda rows: _read(entry, array, rows).astype(wanted, copy=False)
     grid, wide = grid_of(entry, leaf), jnp.dtype(dtype or jnp.float32)
     scales, held = grid.scales_of(leaf), leaf.values[grid.copy]

@@ -215,7 +215,7 @@ def format_of_config(config: Mapping[str, Any], where: str) -> Format:
     """
     method = config.get("quant_method") or ("modelopt" if "quant_algo" in config else None)
     read = {"fp8": _of_fine_grained, "compressed-tensors": _of_compressed, "modelopt": _of_modelopt}
-    if method not in read:
+    if not isinstance(method, str) or method not in read:
         raise _unknown(where, "quant_method", method, sorted(read))
     return FORMATS[read[method](config, where)]
 

@@ -41,8 +41,9 @@ def read_region(array: Any, region: tuple[slice, ...]) -> np.ndarray:
     if not isinstance(array, jax.Array):
         return np.array(np.asarray(array)[region])
     shape = tuple(part.stop - part.start for part in region)
-    out = np.empty(shape, numpy_dtype(array.dtype))
-    filled = 0
+    out, filled = np.empty(shape, numpy_dtype(array.dtype)), 0
+    if not out.size:
+        return out
     seen: set[Any] = set()
     for shard in array.addressable_shards:
         held = [part.indices(size)[:2] for part, size in zip(shard.index, array.shape, strict=True)]
@@ -52,7 +53,7 @@ def read_region(array: Any, region: tuple[slice, ...]) -> np.ndarray:
         starts = [max(start, part.start) for (start, _), part in zip(held, region, strict=True)]
         stops = [min(stop, part.stop) for (_, stop), part in zip(held, region, strict=True)]
         sizes = [stop - start for start, stop in zip(starts, stops, strict=True)]
-        if any(size <= 0 for size in sizes) and math.prod(shape):
+        if any(size <= 0 for size in sizes):
             continue
         local = [start - first for start, (first, _) in zip(starts, held, strict=True)]
         # Starts are operands, so that one program serves all pieces.

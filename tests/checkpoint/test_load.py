@@ -1,9 +1,12 @@
 """`load`: what comes back is what was written, and what does not fit is one error."""
 
+import contextlib
 import json
 from pathlib import Path
 
 import flax.linen as nn
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -16,6 +19,7 @@ from weight_files import CELLS, contents, dequantized, matrices, normal, read_fo
 import jaxfp8 as fp8
 from jaxfp8 import checkpoint
 from jaxfp8.checkpoint import CheckpointError
+from jaxfp8.checkpoint._formats import format_of_config
 from jaxfp8.checkpoint._safetensors import TensorSpec, Writer
 
 
@@ -47,6 +51,22 @@ def test_fp8_is_dequantized_exactly(fmt, dtype, tmp_path, monkeypatch):
         # An FP8 weight is near the weight: the scale is no other one's.
         own = np.asarray(matrices(params)[name], np.float64)
         assert np.linalg.norm(exact - own) < 0.04 * np.linalg.norm(own)
+
+
+def test_parameters_that_are_no_matrices(tmp_path):
+    """Scalars, empty arrays and integers. Only floats are cast."""
+    params = {
+        "scalar": jnp.float32(2.5),
+        "empty": jnp.zeros((0, 3), jnp.bfloat16),
+        "no_columns": jnp.zeros((3, 0), jnp.bfloat16),
+        "ids": jnp.arange(6, dtype=jnp.int32).reshape(1, 2, 3),
+    }
+    checkpoint.export(params, tmp_path, format="hf-fp8", dtype=jnp.bfloat16)
+    tensors = dict(checkpoint.weights(params, "hf-fp8", dtype=jnp.bfloat16))
+    assert tensors["scalar"].dtype == ml_dtypes.bfloat16
+    assert tensors["scalar"].shape == ()
+    back = checkpoint.load(tmp_path, shapes_of(params))
+    assert same(back, params)
 
 
 # The recipes whose weights a file can fill, and formats of their scales.
@@ -338,6 +358,28 @@ def test_a_damaged_config_is_one_error(text, tmp_path):
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"config.json"):
         checkpoint.load(tmp_path, LIKE)
+
+
+METHODS = ("fp8", "compressed-tensors", "modelopt")
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 200) | st.floats() | st.text(max_size=4)
+    | st.sampled_from(["fp8", "compressed-tensors", "float", "tensor", "block", "group", "e4m3"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["weights", "type", "num_bits", "strategy", "block_structure", "g"]), inner
+    ),
+    max_leaves=12,
+)  # fmt: skip
+FIELDS = ("quant_method", "quant_algo", "fmt", "weight_block_size", "scale_fmt", "config_groups",
+          "format")  # fmt: skip
+
+
+@hypothesis.settings(max_examples=300)
+@hypothesis.given(st.dictionaries(st.sampled_from(FIELDS), JSON), st.sampled_from([*METHODS]))
+def test_a_hostile_config_is_a_format_or_one_error(config, method):
+    for fields in (config, {**config, "quant_method": method}):
+        with contextlib.suppress(CheckpointError):
+            assert format_of_config(fields, "config.json") in checkpoint.FORMATS.values()
 
 
 def test_no_file_is_read_that_no_one_named(tmp_path):
