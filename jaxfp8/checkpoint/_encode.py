@@ -42,7 +42,7 @@ def _as_bits(part: np.ndarray) -> np.ndarray:
 
 def in_file_order(entry: Entry, part: np.ndarray) -> np.ndarray:
     """A region of a parameter as rows of the file, contiguous."""
-    return np.ascontiguousarray(entry.axes.to_file(_as_bits(part))).view(part.dtype)
+    return np.asarray(entry.axes.to_file(_as_bits(part)), order="C").view(part.dtype)
 
 
 def pieces_of(shape: Axes, step: int) -> list[slice]:
