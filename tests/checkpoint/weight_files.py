@@ -1,5 +1,6 @@
 """Parameters, and what is in files, by code that does not import `jaxfp8.checkpoint`."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -44,10 +45,10 @@ def read_folder(folder) -> dict[str, np.ndarray]:
     return tensors
 
 
-def contents(folder) -> dict[str, bytes]:
-    """All files below a folder."""
+def contents(folder) -> dict[str, str]:
+    """All files below a folder, by their hashes: pytest would show the difference of bytes."""
     return {
-        str(path.relative_to(folder)): path.read_bytes()
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(Path(folder).rglob("*"))
         if path.is_file()
     }
