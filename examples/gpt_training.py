@@ -70,7 +70,7 @@ def train(
     """
     tx, context = settings.optimizer(model.params, steps), text.context
 
-    def loss_fn(params, state, windows):  # windows: uint8[B, T + 1]
+    def loss_fn(params, state, windows):  # windows: [B, T + 1], of the dtype of the text
         tokens = windows.astype(jnp.int32)
         logits = model.apply(params, state, tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
@@ -104,7 +104,7 @@ def train(
     print(f"{name:>4} compiling ...", flush=True)
     # Both functions are compiled before the first step, so that tokens/s is the speed of steps.
     start = time.perf_counter()
-    windows = jax.ShapeDtypeStruct((BATCH, context + 1), np.uint8)
+    windows = jax.ShapeDtypeStruct((BATCH, context + 1), text.train.dtype)
     jitted = jax.jit(train_step, donate_argnums=(0, 1, 2), compiler_options=options)
     train_step = jitted.lower(params, state, opt_state, windows).compile()
     evaluate = (

@@ -25,6 +25,11 @@ class Exported(NamedTuple):
       files: their paths.
       how: for the weight of each tensor, how it was made: "as it is", "cast", or "cast again" (from
         FP8 values whose scales the format cannot hold).
+
+    Example:
+      >>> done = Exported((Path("out/model.safetensors"),), {"up.weight": "cast"})
+      >>> [name for name, how in done.how.items() if how == "cast again"]
+      []
     """
 
     files: tuple[Path, ...]
