@@ -115,7 +115,9 @@ def plan_of(
         scale = _input_scale(entry, state) if use.static_inputs else None
         items.append(Item(entry, leaf, use, specs, peers, scale))
     kept = [e.module for e in entries if e.row.kind in LINEAR and not chosen_entries[e.name]]
-    # Loaders make a head of tied embeddings, too, and would look for its scale.
+    # Loaders would also look for scales of experts that are one tensor, as those of gpt-oss,
+    kept += [e.module for e in entries if e.row.kind == "plain" and len(e.file_shape) > 2]
+    # and of the head that they make of tied embeddings.
     kept += [row.module for row in rows if row.kind == "head"]
     return Plan(items, chosen, dtype, list(dict.fromkeys(kept)))
 

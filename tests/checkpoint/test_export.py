@@ -132,6 +132,18 @@ def test_what_training_left_in_high_precision_stays_there(tmp_path):
     assert config["modules_to_not_convert"] == ["blocks.1.down", "blocks.1.up"]
 
 
+def test_experts_in_one_tensor_are_named_in_the_config(tmp_path):
+    """Engines make FP8 experts of all modules that the list lacks, and would find no scale."""
+    layer = {
+        "mlp": {"experts": {"gate_up_proj": jnp.ones((2, 32, 64))}},
+        "self_attn": {"o_proj": {"kernel": jnp.ones((32, 32))}},
+    }
+    params = {"model": {"layers": [layer]}}
+    checkpoint.export(params, tmp_path, format="hf-fp8", names=checkpoint.names("gpt_oss"))
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["modules_to_not_convert"] == ["model.layers.0.mlp.experts", "lm_head"]
+
+
 def test_modules_to_ignore_and_the_head_are_named_in_the_config(tmp_path):
     layer = {
         "down_proj": {"kernel": normal(0, 384, 256)},
