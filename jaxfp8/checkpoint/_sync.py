@@ -9,7 +9,7 @@ import numpy as np
 from jaxfp8._check import check_type
 from jaxfp8._typing import DType, PyTree
 from jaxfp8.checkpoint._formats import Format
-from jaxfp8.checkpoint._plan import Names, Plan, plan_of
+from jaxfp8.checkpoint._plan import Item, Names, Plan, plan_of
 
 Seen: TypeAlias = MutableMapping[str, bytes]
 
@@ -39,11 +39,14 @@ def weights(
       state: quantizer state, for scales of inputs.
       tensor_parallel: over how many devices the engine splits matrices.
       seen: a dict, empty at first. It gets a digest of each tensor. Pass it again after the next
-        step: tensors that did not change are then left out. A tensor counts as seen when the next
-        one is asked for. So one that the loop left half-way is sent again.
+        step: modules of which no tensor changed are then left out. Matrices that engines merge are
+        one module, and so are all experts of a layer, because an engine makes a module anew from
+        what arrives. A tensor counts as seen when the next one is asked for. So one that the loop
+        left half-way is sent again.
 
     Yields:
-      (name, array): NumPy arrays on the host, in dtypes of ml_dtypes for bfloat16 and FP8.
+      (name, array): NumPy arrays on the host, in dtypes of ml_dtypes for bfloat16 and FP8. Without
+      `seen` they come in the order of the parameters, and else the tensors of a module together.
 
     Raises:
       TypeError, ValueError, FP8StateError: as `export`, before the first tensor.
@@ -68,16 +71,42 @@ def weights(
 
 
 def _changed(plan: Plan, seen: Seen | None) -> Iterator[tuple[str, np.ndarray]]:
+    if seen is None:
+        for item in plan.items:
+            for tensor in plan.encode(item)[1]:
+                yield tensor.name, tensor.whole()
+        return
+    for items in _modules(plan):
+        same: list[Item] = []  # before the first tensor of the module that changed
+        is_changed = False
+        for item in items:
+            tensors = plan.encode(item)[1]
+            if not is_changed:
+                if all(seen.get(each.name) == _digest(each.whole()) for each in tensors):
+                    same.append(item)
+                    continue
+                is_changed = True
+                for tensor in (tensor for each in same for tensor in plan.encode(each)[1]):
+                    yield tensor.name, tensor.whole()
+            for tensor in tensors:
+                array = tensor.whole()
+                yield tensor.name, array
+                seen[tensor.name] = _digest(array)
+
+
+def _modules(plan: Plan) -> list[list[Item]]:
+    """The items of each module of an engine."""
+    merged = {
+        item.entry.module: f"{item.entry.module.rpartition('.')[0]}.{item.entry.row.merged}"
+        for item in plan.items
+        if item.entry.row.merged
+    }
+    found: dict[str, list[Item]] = {}
     for item in plan.items:
-        for tensor in plan.encode(item)[1]:
-            array = tensor.whole()
-            if seen is None:
-                yield tensor.name, array
-                continue
-            digest = _digest(array)
-            if seen.get(tensor.name) != digest:
-                yield tensor.name, array
-                seen[tensor.name] = digest
+        module = item.entry.module
+        before, experts, _ = f"{module}.".partition(".experts.")
+        found.setdefault(before if experts else merged.get(module, module), []).append(item)
+    return list(found.values())
 
 
 def _digest(array: np.ndarray) -> bytes:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from weight_files import CELLS, read_folder, tree
+from weight_files import CELLS, normal, read_folder, tree
 
 import jaxfp8 as fp8
 from jaxfp8 import checkpoint
@@ -24,7 +24,7 @@ def test_the_bytes_are_those_of_the_file(fmt, in_fp8, tmp_path):
         assert array.tobytes() == stored[name].tobytes()
 
 
-def test_only_what_changed_is_sent():
+def test_only_modules_that_changed_are_sent():
     params, seen = tree(), {}
     everything = dict(checkpoint.weights(params, "hf-fp8", seen=seen))
     assert list(checkpoint.weights(params, "hf-fp8", seen=seen)) == []
@@ -34,10 +34,35 @@ def test_only_what_changed_is_sent():
     params["blocks"][0]["up"]["kernel"] = kernel.at[(largest[0] + 1) % 256, largest[1]].set(0)
     params["blocks"][1]["norm"]["scale"] = params["blocks"][1]["norm"]["scale"] * 2
     changed = dict(checkpoint.weights(params, "hf-fp8", seen=seen))
-    assert set(changed) == {"blocks.0.up.weight", "blocks.1.norm.weight"}
+    up = ("bias", "weight", "weight_scale_inv")
+    assert set(changed) == {"blocks.1.norm.weight", *(f"blocks.0.up.{each}" for each in up)}
     fresh = dict(checkpoint.weights(params, "hf-fp8"))
     held = everything | changed
     assert {n: a.tobytes() for n, a in held.items()} == {n: a.tobytes() for n, a in fresh.items()}
+
+
+@pytest.mark.parametrize("changed", ["q_proj/kernel", "v_proj/bias"])
+def test_an_engine_gets_all_that_it_merges(changed):
+    """It makes such a module anew, from what arrives."""
+    attention = {
+        f"{n}_proj": {"kernel": normal(0, 256, 128), "bias": normal(1, 128)} for n in "qkv"
+    }
+    attention["o_proj"] = {"kernel": normal(2, 128, 256)}
+    experts = {str(i): {"up_proj": {"kernel": normal(i, 256, 128)}} for i in range(3)}
+    params = {"model": {"layers": {"0": {"self_attn": attention, "mlp": {"experts": experts}}}}}
+    names, seen = checkpoint.names("llama") + checkpoint.names("qwen")[-3:], {}
+    every = dict(checkpoint.weights(params, "hf-fp8", names=names, seen=seen))
+    module, leaf = changed.split("/")
+    attention[module][leaf] = attention[module][leaf].at[3].set(0)
+    sent = dict(checkpoint.weights(params, "hf-fp8", names=names, seen=seen))
+    merged = {name for name in every if any(f"{n}_proj." in name for n in "qkv")}
+    assert len(merged) == 9
+    assert set(sent) == merged
+    assert list(checkpoint.weights(params, "hf-fp8", names=names, seen=seen)) == []
+    experts["1"]["up_proj"]["kernel"] = experts["1"]["up_proj"]["kernel"] * 2
+    sent = dict(checkpoint.weights(params, "hf-fp8", names=names, seen=seen))
+    assert set(sent) == {name for name in every if ".experts." in name}
+    assert len(sent) == 6
 
 
 def test_a_tensor_whose_sending_failed_is_sent_again():
@@ -46,7 +71,7 @@ def test_a_tensor_whose_sending_failed_is_sent_again():
         if name == "blocks.0.up.weight":
             break
     rest = [name for name, _ in checkpoint.weights(params, "hf-fp8", seen=seen)]
-    assert "blocks.0.up.weight" in rest
+    assert {"blocks.0.up.weight", "blocks.0.up.bias"} < set(rest)
     assert "blocks.0.down.weight" not in rest
 
 
