@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfp8._pytrees import STATIC, register_node
 from jaxfp8._typing import Array, Axes, DType, Rounding
 from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._exact import LARGEST, factors_of, times
@@ -20,11 +21,7 @@ from jaxfp8.numerics._scale import ScaleRule
 # QuantizedTensor: FP8 values together with their scale.
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["values", "scale"],
-    meta_fields=["granularity", "dtype", "power_of_two"],
-)
+@register_node
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
     """An array in FP8: `x ~ values * scale`.
@@ -63,9 +60,9 @@ class QuantizedTensor:
 
     values: Array
     scale: Array
-    granularity: AbstractGranularity
-    dtype: DType
-    power_of_two: bool = False
+    granularity: AbstractGranularity = dataclasses.field(metadata=STATIC)
+    dtype: DType = dataclasses.field(metadata=STATIC)
+    power_of_two: bool = dataclasses.field(default=False, metadata=STATIC)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import pytest
 # From the ground up. A room is a folder of jaxfp8/, or a file beside them; the face of the house
 # stands on the roof.
 FLOORS = (
-    ("_typing", "_check", "_version"),
+    ("_typing", "_check", "_version", "_pytrees"),
     ("numerics", "_geometry", "_call", "_layer_arguments", "_table"),
     ("_quantized_tensor", "jaxprs", "programs", "prologues"),
     ("sharding",),

@@ -35,7 +35,7 @@ EXPECTED = {
     """,
     "jaxfp8.quantizers": """
         AbstractQuantizer KnownScale RowState ScaleInputs Current Delayed Static Identity Format
-        PerRow
+        PerRow register_quantizer_serialization
     """,
     "jaxfp8.recipes": """
         Recipe Operands delayed current rowwise blockwise mxfp8 static identity get parse to_string

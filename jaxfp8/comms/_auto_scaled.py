@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxfp8._pytrees import register_node
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.comms._collectives import Slices, exchange, gather, sum_in_order
 from jaxfp8.comms._sum_methods import AutoScaledFP8, SumMethod, check_method
@@ -26,6 +27,7 @@ _LARGEST_MU = 2.0**20
 _SMALLEST_MU = 2.0**-20
 
 
+@register_node
 class GradientSumState(NamedTuple):
     """What `AutoScaledFP8` remembers between steps. Each field is a tree like the gradients.
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
+from jaxfp8._pytrees import register_node
 from jaxfp8._typing import Array, FP8StateError
 from jaxfp8.conversion._plan import ANY_USE, Decision, Plan
 from jaxfp8.conversion._rule import UNCALLED, UNSEEN, Layer, Seen
@@ -160,6 +161,7 @@ def owner_of(path: str, types: Mapping[str, type]) -> type:
 # The run of a converted model.
 
 
+@register_node
 @dataclasses.dataclass(frozen=True)
 class Extra:
     """What a matmul has besides its operands, stacked for the scans around it.
@@ -172,8 +174,6 @@ class Extra:
     state: MatmulState | tuple[()] = ()
     key: Array | None = None
 
-
-jax.tree_util.register_dataclass(Extra, ["state", "key"], [])
 
 ExtraOf = Callable[[Layer, Decision, tuple[int, ...]], Extra]
 """`extra_of(layer, decision, loops)`: what a matmul has, given the lengths of scans around it."""

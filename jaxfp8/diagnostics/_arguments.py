@@ -1,7 +1,6 @@
 """The arguments of a train step: what each array is, and those of the high-precision twin."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
@@ -11,6 +10,7 @@ import numpy as np
 from flax import nnx
 from flax.nnx.extract import NodeStates
 
+from jaxfp8._pytrees import STATIC, register_node
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import PyTree
 from jaxfp8.ops._quantize_params import path_name
@@ -29,13 +29,13 @@ Kinds = list[ArgumentKind | None]
 """The kind of each array of a tree; None if the tree does not say it."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["kinds"])
+@register_node
 @dataclasses.dataclass(frozen=True)
 class _Packed:
     """The types of the arrays of a module, and their kinds (static)."""
 
     arrays: tuple[Any, ...]
-    kinds: tuple[ArgumentKind | None, ...]
+    kinds: tuple[ArgumentKind | None, ...] = dataclasses.field(metadata=STATIC)
 
 
 def _with_kinds_of_modules(

@@ -1,7 +1,6 @@
 """The arrays of a call: operands, and what the backward pass keeps of them."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -11,6 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8._check import check_bool
+from jaxfp8._pytrees import STATIC, register_node
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, Matmul, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
@@ -78,22 +78,19 @@ def name_amax(x: Array) -> Array:
 # Copies of a tensor as residuals: what is saved for the backward pass, and under which name.
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["operand"],
-    meta_fields=["readers", "row", "is_whole"],
-)
+@register_node
 @dataclasses.dataclass(frozen=True)
 class Copy:
     """One copy of a tensor, and the matmuls that read it."""
 
     operand: Operand  # its scale is None if it is a stored one
-    readers: tuple[Matmul, ...]
+    readers: tuple[Matmul, ...] = dataclasses.field(metadata=STATIC)
     # The row of the state, which has the scale in every pass; None if the copy has its scale. A
     # loop over layers would save the scale as one more residual, with a kernel that writes it and
     # one that reads it.
-    row: int | None = None
-    is_whole: bool = False  # gathered; else it is a shard, or is not split
+    row: int | None = dataclasses.field(default=None, metadata=STATIC)
+    # Gathered. Else it is a shard, or is not split.
+    is_whole: bool = dataclasses.field(default=False, metadata=STATIC)
 
     @classmethod
     def of(
@@ -175,9 +172,7 @@ def name_residuals(copies: list[Copy], tensor: Tensor) -> tuple[list[Copy], list
 _RETURNS: dict[Matmul, str | None] = {"fprop": "g", "dgrad": "x", "wgrad": None}
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["groups", "route"], meta_fields=["routed"]
-)
+@register_node
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """The rows of a grouped matmul."""
@@ -187,7 +182,7 @@ class Rows:
     # The tensor that is sent to the devices of the groups. The one that has its shape is sent back:
     # if x is sent, so is its gradient; if g is sent, it is that of y, which was sent. None if all
     # rows are here.
-    routed: Literal["x", "g"] | None = None
+    routed: Literal["x", "g"] | None = dataclasses.field(default=None, metadata=STATIC)
 
     def returned(self, matmul: Matmul, result: Array) -> Array:
         """The result of a matmul, sent back to the devices of the tokens if they wait for it."""
@@ -199,12 +194,15 @@ class Rows:
 # The arrays of one call of a matmul, which JAX traces and differentiates.
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["amaxes"], meta_fields=["keys"])
+@register_node
 @dataclasses.dataclass(frozen=True)
 class KnownAmaxes:
     """Amaxes of a tensor that were found before: a second cast does not look for them."""
 
-    keys: tuple[tuple[int | None, AbstractGranularity], ...] = ()  # (row of state, granularity)
+    # (row of state, granularity)
+    keys: tuple[tuple[int | None, AbstractGranularity], ...] = dataclasses.field(
+        default=(), metadata=STATIC
+    )
     amaxes: tuple[Array, ...] = ()  # f32[...], in the shape of the scale
 
 

@@ -16,6 +16,7 @@ from jax import lax
 
 from jaxfp8._check import check_type
 from jaxfp8._geometry import Geometry, OperandAxes
+from jaxfp8._pytrees import STATIC, register_node
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, Axes, Matmul, Tensor
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
@@ -30,13 +31,7 @@ from jaxfp8.numerics._tensor_cores import PROMOTED, WGMMA_K, sums_of
 _EXACT = 2**31 - 1  # an int32 counts so far
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "amax", "scale_min", "scale_max", "saturated", "underflowed", "nonzero", "nonfinite",
-    ],
-    meta_fields=["tensor", "matmuls", "values"],
-)  # fmt: skip
+@register_node
 @dataclasses.dataclass(frozen=True)
 class CastStats:
     """Statistics of one FP8 copy of a tensor x with the scale s, per value: `x ~ stored * s`.
@@ -51,9 +46,10 @@ class CastStats:
     underflowed: Array  # nonzero values whose stored value is 0
     nonzero: Array  # finite values with `|x| >= 2^-126`; smaller ones count as 0
     nonfinite: Array  # values that are inf or NaN
-    tensor: Tensor
-    matmuls: tuple[Matmul, ...]  # those that read the copy
-    values: int  # how many there are, on this device inside `jax.shard_map`
+    tensor: Tensor = dataclasses.field(metadata=STATIC)
+    matmuls: tuple[Matmul, ...] = dataclasses.field(metadata=STATIC)  # those that read the copy
+    # How many there are, on this device inside `jax.shard_map`.
+    values: int = dataclasses.field(metadata=STATIC)
 
 
 def _limit(format: Format) -> float:
@@ -109,11 +105,7 @@ Accumulation: TypeAlias = Literal["fast", "promoted"]
 _BATCH, _ROWS = 8, 64
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["one_sign", "fast", "promoted"],
-    meta_fields=["matmuls", "k", "outputs", "in_use"],
-)
+@register_node
 @dataclasses.dataclass(frozen=True)
 class SumStats:
     """Statistics of the sums of one matmul. All figures are f32[], 0 if all sums are."""
@@ -121,10 +113,11 @@ class SumStats:
     one_sign: Array  # `sum |y| / sum of |products|`, over the outputs y of the sample
     fast: Array  # `|z - y| / |y|` in the Frobenius norm; z are sums never promoted. NaN for tiles
     promoted: Array  # the same of promoted sums
-    matmuls: tuple[Matmul, ...]  # the one that adds
-    k: int  # the length of a sum, on this device inside `jax.shard_map`
-    outputs: int  # how many are in the sample
-    in_use: Accumulation  # of this matmul
+    matmuls: tuple[Matmul, ...] = dataclasses.field(metadata=STATIC)  # the one that adds
+    # The length of a sum, on this device inside `jax.shard_map`.
+    k: int = dataclasses.field(metadata=STATIC)
+    outputs: int = dataclasses.field(metadata=STATIC)  # how many are in the sample
+    in_use: Accumulation = dataclasses.field(metadata=STATIC)  # of this matmul
 
 
 def sum_stats(

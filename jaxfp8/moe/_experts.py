@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jaxfp8._check import check_bool, check_type, is_number
+from jaxfp8._pytrees import register_node
 from jaxfp8._typing import Array, ArrayLike, PyTree
 from jaxfp8.matmul._options import as_array, check_float, check_high_precision, read_options
 from jaxfp8.numerics._per_block import is_explicit
@@ -140,6 +141,7 @@ def check_parallel(parallel: object) -> None:
 # `swiglu_experts`: the experts of a mixture, from the choices of a router to the result.
 
 
+@register_node
 class ExpertsOutput(NamedTuple):
     """The result of experts.
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._check import check_int, check_one_of
+from jaxfp8._pytrees import register_node
 from jaxfp8._typing import Array, ArrayLike, PyTree
 from jaxfp8.matmul._options import check_float
 from jaxfp8.moe._experts import ExpertParallel, check_clamp, check_parallel, swiglu_experts
@@ -17,6 +18,7 @@ from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import manual_axes, types_show_varying, varying_axes
 
 
+@register_node
 class MoEStats(NamedTuple):
     """What a layer of experts says about its router, over all tokens of all devices.
 

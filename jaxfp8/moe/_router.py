@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._check import check_int, check_one_of
+from jaxfp8._pytrees import register_node
 from jaxfp8._typing import Array, ArrayLike
 from jaxfp8.matmul._options import check_float
 from jaxfp8.ops._dispatch_matmul import check_choices, to_int32
@@ -20,6 +21,7 @@ Scores: TypeAlias = Literal["softmax", "sigmoid"]
 """How logits become scores: over all experts together, or for each expert by itself."""
 
 
+@register_node
 class Choices(NamedTuple):
     """The experts of each token.
 

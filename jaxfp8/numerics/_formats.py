@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxfp8._pytrees import register_value
 from jaxfp8._typing import Array, DType
 
 # The 8-bit formats and the values that they can hold.
@@ -74,6 +75,10 @@ E8M0 = _format("E8M0", jnp.float8_e8m0fnu)
 """Powers of two only, 2^-127 to 2^127: the scales of the MX formats, never values."""
 
 VALUE_FORMATS = (E4M3, E5M2)
+
+register_value(
+    Format, fields=("name",), make=lambda name: {f.name: f for f in (E4M3, E5M2, E8M0)}[name]
+)
 
 
 def format_of(dtype: DType) -> Format:

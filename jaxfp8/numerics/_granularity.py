@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from jaxfp8._pytrees import register_value
 from jaxfp8._typing import Array, Axes
 
 
@@ -65,6 +66,7 @@ class AbstractGranularity(abc.ABC):
         """The granularity of the values after `jnp.transpose(values, permutation)`."""
 
 
+@register_value
 @dataclasses.dataclass(frozen=True)
 class PerTensor(AbstractGranularity):
     """One scale for the whole array, of shape [].
@@ -146,6 +148,10 @@ class PerAxis(AbstractGranularity):
         return PerAxis(*(new for new, old in enumerate(permutation) if old in kept))
 
 
+register_value(PerAxis, fields=("axes",), make=lambda axes: PerAxis(*axes))
+
+
+@register_value
 @dataclasses.dataclass(frozen=True)
 class PerRow(AbstractGranularity):
     """One scale for each row that a matmul contracts. For recipes, which do not name axes.

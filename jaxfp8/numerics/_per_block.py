@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
+from jaxfp8._pytrees import register_value
 from jaxfp8._typing import Array, Axes
 from jaxfp8.numerics._granularity import AbstractGranularity
 
@@ -76,6 +77,7 @@ def _reshape(x: Array, shape: tuple[int, ...], entries: list[Any]) -> Array:
 # PerBlock: one scale for each tile of an array.
 
 
+@register_value
 @dataclasses.dataclass(frozen=True)
 class PerBlock(AbstractGranularity):
     """One scale for each tile.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8._check import check_int
+from jaxfp8._pytrees import register_node
 from jaxfp8._quantized_tensor import Cast, Direction, QuantizedTensor
 from jaxfp8._typing import Array, DType, Rounding
 from jaxfp8.kernels.cast._api import KnownScale, cast_copies
@@ -150,6 +151,7 @@ _LEAST_POWER = 0.125  # of an expansion. With it a group can span the whole rang
 _LEAST_SPREAD = 1 + 2.0**-10
 
 
+@register_node
 class Int8State(NamedTuple):
     """A moment as roots in 8-bit integers."""
 
@@ -157,6 +159,7 @@ class Int8State(NamedTuple):
     largest: Array  # float32, the largest magnitude of each group
 
 
+@register_node
 class LinearInt8State(NamedTuple):
     """A first moment in 8-bit integers, without companding."""
 
@@ -164,6 +167,7 @@ class LinearInt8State(NamedTuple):
     largest: Array  # float32, the largest magnitude of each group
 
 
+@register_node
 class ExpandedFP8State(NamedTuple):
     """A moment as `sign * (|values| / 448) ** (1 / power) * largest`."""
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from jaxfp8._check import check_type
+from jaxfp8._pytrees import register_node
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.numerics._formats import E4M3, E5M2
 from jaxfp8.ops._quantize_params import path_name, requantize
@@ -164,6 +165,7 @@ def _kind_of(masters: MasterState) -> AbstractMaster:
 # The optimizer that holds them.
 
 
+@register_node
 class MasterWeightsState(NamedTuple):
     """The state of `with_master_weights`. `master_weights` reads it.
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._check import check_one_of
+from jaxfp8._pytrees import register_node
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.numerics._exact import BIAS, power_of_two
 from jaxfp8.optim._moment_formats import (
@@ -134,12 +135,14 @@ def _from_scaled_float16(values: Array, scale: Array) -> Array:
 # Kinds of master weights: how an optimizer stores them, and in how many bytes.
 
 
+@register_node
 class Float32State(NamedTuple):
     """A float32 master weight."""
 
     values: PyTree  # float32 [...]
 
 
+@register_node
 class BFloat16PlusState(NamedTuple):
     """A master weight as a bfloat16 and a remainder."""
 
@@ -147,6 +150,7 @@ class BFloat16PlusState(NamedTuple):
     low: PyTree  # uint16 or uint8 [...]
 
 
+@register_node
 class Float16State(NamedTuple):
     """A master weight as `values * scale`."""
 
@@ -154,6 +158,7 @@ class Float16State(NamedTuple):
     scale: PyTree  # float32 [], a power of two
 
 
+@register_node
 class FP8State(NamedTuple):
     """A master weight as `values * scale`, for experiments."""
 

@@ -14,6 +14,7 @@ from flax import nnx
 from jax import lax
 
 from jaxfp8._check import check_type
+from jaxfp8._pytrees import register_node
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.numerics._granularity import PerTensor
@@ -70,6 +71,7 @@ FIRST = {"mu", "trace"}  # optax's names of moments that can be negative
 SECOND = {"nu", "nu_max", "sum_of_squares"}  # and of those that cannot
 
 
+@register_node
 class MomentFormatsState(NamedTuple):
     """The state of `with_moment_formats`.
 

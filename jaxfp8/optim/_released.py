@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxfp8._pytrees import STATIC, register_node
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.numerics._rounding import undifferentiable
 from jaxfp8.optim._weights import is_float
@@ -76,7 +77,7 @@ def _bits(x: Array, dtype: DType) -> jax.Array:
 SEAL = np.array([0x7F7FFFFF, 0x00000001, 0x80000000, 0x7FC00000], np.uint32)
 
 
-@jax.tree_util.register_dataclass
+@register_node
 @dataclasses.dataclass(frozen=True)
 class Released:
     """Stacked parameters of layers and their optimizer state, as a tree of floats.
@@ -102,8 +103,8 @@ class Released:
     _values: PyTree  # the parameters, [L, ...] for L layers
     carriers: list[tuple[Array, ...]]
     seal: Array
-    dtypes: tuple[DType, ...] = dataclasses.field(metadata={"static": True})
-    treedef: Any = dataclasses.field(metadata={"static": True})
+    dtypes: tuple[DType, ...] = dataclasses.field(metadata=STATIC)
+    treedef: Any = dataclasses.field(metadata=STATIC)
 
     @property
     def params(self) -> PyTree:

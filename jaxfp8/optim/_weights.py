@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfp8._pytrees import register_node
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.ops._quantize_params import find_state, path_name, states_by_path
@@ -84,7 +85,7 @@ def widened(x: Any, like: Any = None) -> Any:
 # does not know how to add an Overwrite, so Python asks `Overwrite.__radd__`.
 
 
-@jax.tree_util.register_dataclass
+@register_node
 @dataclasses.dataclass(frozen=True)
 class Overwrite:
     """The update of a parameter whose new value is known: `p + Overwrite(value)` is `value`.

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxfp8._pytrees import register_node
 from jaxfp8._typing import Array
 from jaxfp8.state._gradient_channel import Use, check_one_use
 from jaxfp8.state._state import MatmulState
@@ -24,7 +25,7 @@ _ROUNDING = 2.0**-10
 """Above the error of a mean over devices of equal bytes, in float32."""
 
 
-@jax.tree_util.register_dataclass
+@register_node
 @dataclasses.dataclass(frozen=True)
 class StateBytes:
     """The state of one matmul, whose arrays survive a cast.

@@ -20,6 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8._check import check_number
+from jaxfp8._pytrees import STATIC, register_node, register_value
 from jaxfp8._typing import Array, ArrayLike, Axes, DType
 from jaxfp8.numerics._formats import check_float_dtype
 
@@ -53,11 +54,7 @@ class _FromArrays:
 # Letters: T rows, R tiles of P rows, K values of a row.
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["value", "rows", "first_row", "count"],
-    meta_fields=[],
-)
+@register_node
 @dataclasses.dataclass(frozen=True)
 class Gathered(_FromArrays):
     """Tiles of adjacent rows, and the array that has the rows.
@@ -153,16 +150,14 @@ def _rounded(x: Array, dtype: DType) -> Array:
     return lax.reduce_precision(x, 8, 7) if dtype == jnp.bfloat16 else x
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["value", "operands"], meta_fields=["prologue"]
-)
+@register_node
 @dataclasses.dataclass(frozen=True)
 class Produced(_FromArrays):
     """The result of a prologue, and its operands: `value == prologue(*arrays)`."""
 
     value: Array
     operands: tuple[Array, ...]
-    prologue: AbstractPrologue
+    prologue: AbstractPrologue = dataclasses.field(metadata=STATIC)
 
 
 Source: TypeAlias = Array | Produced | Gathered
@@ -193,6 +188,7 @@ def prologue_of(x: Source) -> AbstractPrologue | None:
 # Letters: M, K are the last two axes of x.
 
 
+@register_value
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RMSNorm(AbstractPrologue):
     """`h = x * (rstd * gain)`, `rstd = 1 / sqrt(mean(x^2, axis=-1) + epsilon)`.
@@ -246,6 +242,7 @@ class RMSNorm(AbstractPrologue):
 # SwiGLU, which comes before the second matmul of a gated MLP.
 
 
+@register_value
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SwiGLU(AbstractPrologue):
     """`h = silu(gate) * up`, `silu(v) = v / (1 + exp(-v))`.

@@ -1,13 +1,15 @@
 """`AbstractQuantizer`: the policy that chooses the scale of an operand. Faults of its state."""
 
 import abc
+import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxfp8._pytrees import register_node, register_value
 from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, Rounding
 from jaxfp8.kernels.cast._api import KnownScale, cast_copies
@@ -53,7 +55,10 @@ _SCALE_DTYPES = ("float32", E8M0.dtype.name)
 Operand: TypeAlias = QuantizedTensor | Array
 """What a matmul reads: a tensor in FP8, or an array that stays in high precision."""
 
+Q = TypeVar("Q", bound="AbstractQuantizer")
 
+
+@register_node
 class RowState(NamedTuple):
     """The state of a stateful quantizer for one operand. Leading axes stack layers or experts.
 
@@ -244,3 +249,44 @@ def stored_multiplier(scale: Array, is_set: Array, all_set: bool) -> Array:
         return inverse(jnp.where(is_set, scale, np.float32(np.nan if all_set else np.inf)))
 
     return lax.platform_dependent(scale, is_set, cpu=divided, default=selected)
+
+
+# Names of quantizers in files of `jax.export`.
+
+
+def register_quantizer_serialization(kind: type[Q], *, serialized_name: str) -> type[Q]:
+    """Name a quantizer class of yours in files of `jax.export`.
+
+    States and weights of a recipe hold its quantizers. A program that takes or returns them is
+    written with the name of the class and the fields of the quantizer. Call this in the program
+    that writes the file, and in the one that reads it. No code of the class is in the file.
+
+    Args:
+      kind: a frozen dataclass on `AbstractQuantizer`. Its fields hold None, bool, int, float, str,
+        dtypes, formats, granularities, or tuples of these.
+      serialized_name: the name in files. It must never change, or older files cannot be read.
+
+    Returns:
+      The class, so that it is a decorator with `functools.partial`.
+
+    Raises:
+      TypeError: if `kind` is no such class.
+      ValueError: if another class has the name.
+
+    Example:
+      >>> import dataclasses
+      >>> import jaxfp8 as fp8
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Plain(fp8.quantizers.AbstractQuantizer):
+      ...     value_format: fp8.quantizers.Format = fp8.E4M3
+      >>> register_quantizer_serialization(Plain, serialized_name="my_project.Plain").__name__
+      'Plain'
+    """
+    given: Any = kind
+    is_quantizer = isinstance(given, type) and issubclass(given, AbstractQuantizer)
+    if not is_quantizer or not dataclasses.is_dataclass(given):
+        raise TypeError(
+            f"kind={kind!r} must be a class on fp8.quantizers.AbstractQuantizer. Decorate it with "
+            "@dataclasses.dataclass(frozen=True)."
+        )
+    return register_value(kind, name=serialized_name)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8._check import check_bool, check_int, check_number, check_one_of
+from jaxfp8._pytrees import register_value
 from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, Rounding, ScaleRounding
 from jaxfp8.kernels.cast._api import KnownScale, cast_copies
@@ -31,6 +32,7 @@ from jaxfp8.quantizers._base import AbstractQuantizer, Fault, RowState, ScaleInp
 # the same read.
 
 
+@register_value
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delayed(AbstractQuantizer):
     """`multiplier = format.max / max(amax_history) / 2**margin`, known when the step begins.
@@ -176,6 +178,7 @@ def _related(
 # Current scaling: a tensor, row or tile is scaled by its own amax.
 
 
+@register_value
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Current(AbstractQuantizer):
     """`multiplier = format.max / amax(x)`, from the amax of this step. It has no state.
@@ -269,6 +272,7 @@ def check_scale(name: str, scale: object) -> float:
     return check_number(name, scale, needed, least=2.0**-126, most=2.0**126)
 
 
+@register_value
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Static(AbstractQuantizer):
     """A constant scale that was calibrated before. It needs no amax and has no state.
@@ -308,6 +312,7 @@ class Static(AbstractQuantizer):
 # Identity: the operand stays in high precision.
 
 
+@register_value
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Identity(AbstractQuantizer):
     """Leaves an operand in high precision. A matmul with such an operand is not in FP8.

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, get_args
 
 from jaxfp8._check import check_int, check_type
 from jaxfp8._geometry import OPERANDS, TrainingGeometry
+from jaxfp8._pytrees import register_value
 from jaxfp8._quantized_tensor import Cast, Direction
 from jaxfp8._typing import Axes, Matmul, Tensor
 from jaxfp8.kernels.cast._api import BACKENDS as CASTS
@@ -26,6 +27,7 @@ from jaxfp8.quantizers._base import AbstractQuantizer
 # Operands: the two quantizers of one matmul. A recipe has three such pairs.
 
 
+@register_value
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operands:
     """The quantizers of the two operands of one matmul.
@@ -123,6 +125,7 @@ def _check_quantizer(side: str, quantizer: Any) -> None:
 # Recipe: the quantizers of the operands of the three matmuls of a training step.
 
 
+@register_value
 class Row(NamedTuple):
     """One row of quantizer state: the tensor that it belongs to, and the quantizer."""
 
@@ -151,6 +154,7 @@ class Row(NamedTuple):
         return f"{self.tensor} {type(self.quantizer).__name__} {' '.join(counted)}"
 
 
+@register_value
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
     """The quantizers of the two operands of each of three matmuls.

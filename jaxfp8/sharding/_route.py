@@ -19,13 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfp8._pytrees import STATIC, register_node
 from jaxfp8._typing import Array, ArrayLike
 from jaxfp8.numerics._formats import sum_dtype
 from jaxfp8.sharding._amax import vary_as
 from jaxfp8.sharding._place import in_bytes, take_rows
 
 
-@jax.tree_util.register_dataclass
+@register_node
 @dataclasses.dataclass(frozen=True)
 class Route:
     """The way of tokens to the devices of their experts, and back; see `fp8.moe.route`.
@@ -59,9 +60,9 @@ class Route:
     expert: Array
     sizes: Array
     dropped: Array
-    choices: int = dataclasses.field(metadata={"static": True})
-    experts: int = dataclasses.field(metadata={"static": True})
-    axis: str | None = dataclasses.field(metadata={"static": True})
+    choices: int = dataclasses.field(metadata=STATIC)
+    experts: int = dataclasses.field(metadata=STATIC)
+    axis: str | None = dataclasses.field(metadata=STATIC)
 
     @classmethod
     def of(

@@ -16,11 +16,13 @@ import jax
 from jax.sharding import AxisType
 
 from jaxfp8._check import check_bool, check_type
+from jaxfp8._pytrees import register_value
 from jaxfp8._typing import Array, Axes
 from jaxfp8.sharding._amax import types_show_varying, varying_axes
 from jaxfp8.sharding._place import Place, kinds_of, spec_without
 
 
+@register_value
 @dataclasses.dataclass(frozen=True)
 class Shard:
     """How an operand is split over a mesh, so that its matmul gathers it in FP8.

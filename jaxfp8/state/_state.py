@@ -14,13 +14,14 @@ from typing import Any, Literal
 
 import jax
 
+from jaxfp8._pytrees import STATIC, register_node
 from jaxfp8._typing import Array, FP8StateError, PyTree
 from jaxfp8.recipes._recipe import Row
 
 # The state of one matmul, and what a step saw of it.
 
 
-@jax.tree_util.register_dataclass
+@register_node
 @dataclasses.dataclass(frozen=True)
 class Probe:
     """The part of a state that exists only inside a differentiated loss."""
@@ -29,12 +30,12 @@ class Probe:
     # f32[..., 2R], see `known_scales`. A loop over stacked layers slices one array for both.
     known: Array
     # Named by the caller, because types do not give them.
-    reduce_axes: tuple[str, ...] | None = dataclasses.field(metadata={"static": True})
+    reduce_axes: tuple[str, ...] | None = dataclasses.field(metadata=STATIC)
     # None if `value_and_grad` made the probe.
-    channel: Literal["gradient"] | None = dataclasses.field(default=None, metadata={"static": True})
+    channel: Literal["gradient"] | None = dataclasses.field(default=None, metadata=STATIC)
 
 
-@jax.tree_util.register_dataclass
+@register_node
 @dataclasses.dataclass(frozen=True)
 class MatmulState:
     """Quantizer state of one matmul, with its gradients: fprop, dgrad and wgrad.
@@ -68,9 +69,9 @@ class MatmulState:
     nonfinite_steps: Array
     fingerprint: Array
     probe: Probe | None
-    rows: tuple[Row, ...] = dataclasses.field(metadata={"static": True})
-    frozen: bool = dataclasses.field(default=False, metadata={"static": True})
-    settled: bool = dataclasses.field(default=False, metadata={"static": True})
+    rows: tuple[Row, ...] = dataclasses.field(metadata=STATIC)
+    frozen: bool = dataclasses.field(default=False, metadata=STATIC)
+    settled: bool = dataclasses.field(default=False, metadata=STATIC)
 
     def __repr__(self) -> str:
         names = " ".join(row.tensor for row in self.rows)
@@ -86,7 +87,7 @@ LEAVES = ("scale", "amax_history", "nonfinite_steps", "fingerprint")
 """The arrays of a state between steps. A checkpoint saves these."""
 
 
-@jax.tree_util.register_dataclass
+@register_node
 @dataclasses.dataclass(frozen=True)
 class SeenAmax:
     """The largest amaxes that a matmul saw since the last commit: f32[..., R].
@@ -95,7 +96,7 @@ class SeenAmax:
     """
 
     amax: Array
-    rows: tuple[Row, ...] = dataclasses.field(metadata={"static": True})
+    rows: tuple[Row, ...] = dataclasses.field(metadata=STATIC)
 
 
 def is_state(node: object) -> bool:

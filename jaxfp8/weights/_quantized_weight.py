@@ -7,11 +7,13 @@ import jax
 
 from jaxfp8._check import check_int, check_type
 from jaxfp8._geometry import TrainingGeometry
+from jaxfp8._pytrees import STATIC, register_node, register_value
 from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.recipes._recipe import PlannedCast, Recipe, plan_casts
 from jaxfp8.sharding._shard import Shard
 
 
+@register_value
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightAxes:
     """What the forward matmul does with the axes of a weight. The default is a kernel [K, N].
@@ -82,7 +84,7 @@ class WeightAxes:
         return TrainingGeometry.of(numbers, batches + 1 + len(self.contracted), ndim)
 
 
-@jax.tree_util.register_dataclass
+@register_node
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
     """A weight in FP8, as the matmuls of one recipe read it: a pytree in the place of an array.
@@ -123,10 +125,10 @@ class QuantizedWeight:
     scales: tuple[Array, ...]
     amaxes: Array | None
     original: Array | None
-    recipe: Recipe = dataclasses.field(metadata={"static": True})
-    axes: WeightAxes = dataclasses.field(metadata={"static": True})
-    dtype: DType = dataclasses.field(metadata={"static": True})
-    scale_axes: tuple[tuple[int | None, ...], ...] = dataclasses.field(metadata={"static": True})
+    recipe: Recipe = dataclasses.field(metadata=STATIC)
+    axes: WeightAxes = dataclasses.field(metadata=STATIC)
+    dtype: DType = dataclasses.field(metadata=STATIC)
+    scale_axes: tuple[tuple[int | None, ...], ...] = dataclasses.field(metadata=STATIC)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ TESTS = {
     "_check": ("test_check.py",),
     "_geometry": ("test_geometry.py",),
     "_layer_arguments": ("test_layer_arguments.py",),
+    "_pytrees": ("test_pytrees.py",),
     "_quantized_tensor": ("tensors",),
     "matmul": ("ops",),
     "prologues": ("kernels/test_prologues.py", "ops/test_prologue.py"),

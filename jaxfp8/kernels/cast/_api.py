@@ -10,6 +10,7 @@ from typing import NamedTuple
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from jaxfp8._pytrees import register_node
 from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._dispatch import Backend, dispatch
@@ -70,6 +71,7 @@ def _in_its_layout(x: Array) -> Array:
 # The backends, and the entry.
 
 
+@register_node
 class KnownScale(NamedTuple):
     """A scale that is known before the cast: `values = round(clip(x * multiplier))`.
 

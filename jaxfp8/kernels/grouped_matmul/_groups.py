@@ -23,17 +23,14 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 from jax.sharding import AxisType
 
+from jaxfp8._pytrees import STATIC, register_node
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._on_mesh import mesh_of
 from jaxfp8.sharding._amax import vary_as
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["group", "first_row", "rows", "first_tile", "tiles"],
-    meta_fields=["tokens", "tile"],
-)
+@register_node
 @dataclasses.dataclass(frozen=True)
 class Groups:
     """The tiles of rows that cover all groups, and the tail behind them."""
@@ -45,8 +42,8 @@ class Groups:
     rows: Array  # i32[R], how many rows of a tile exist; 0 for an unused tile
     first_tile: Array  # i32[E], the first tile of each group
     tiles: Array  # i32[E], the number of tiles of each group
-    tokens: int  # T (static)
-    tile: int  # P (static)
+    tokens: int = dataclasses.field(metadata=STATIC)  # T
+    tile: int = dataclasses.field(metadata=STATIC)  # P
 
     @classmethod
     def of(cls, sizes: Array, *, tokens: int, tile: int) -> "Groups":
