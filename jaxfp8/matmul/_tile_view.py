@@ -26,7 +26,7 @@ from jaxfp8._geometry import TrainingGeometry, inverse_permutation
 from jaxfp8._typing import Array, Axes
 from jaxfp8.matmul._arrays import Arrays
 from jaxfp8.matmul._call import Places
-from jaxfp8.numerics._per_block import is_explicit, merge_axes
+from jaxfp8.numerics._per_block import is_at_least, is_explicit, merge_axes
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._place import Place
 from jaxfp8.weights._quantized_weight import WeightAxes
@@ -207,6 +207,6 @@ def _counts(sizes: Axes, tile: int) -> Axes:
     """How many axes of a group are merged into each axis of the view."""
     # Only trailing axes are merged: the fewest that fill a tile, or all of them if none fill it.
     first = max(len(sizes) - 1, 0)
-    while first > 0 and math.prod(sizes[first:]) < tile:
+    while first > 0 and not is_at_least(math.prod(sizes[first:]), tile):
         first -= 1
     return (1,) * first + (len(sizes) - first,)

@@ -74,6 +74,20 @@ def _reshape(x: Array, shape: tuple[int, ...], entries: list[Any]) -> Array:
     return lax.reshape(x, shape, out_sharding=jax.NamedSharding(sharding.mesh, spec))
 
 
+# Sizes of a program that `jax.export` makes for any batch are symbols.
+
+
+def is_at_least(size: Any, least: int) -> bool:
+    """Whether an axis has `least` values or more. A symbol that may have fewer counts as one.
+
+    So tiles along a symbolic axis are never shortened to the axis. Padding fills them.
+    """
+    try:
+        return bool(size >= least)
+    except jax.errors.InconclusiveDimensionOperation:
+        return True
+
+
 # PerBlock: one scale for each tile of an array.
 
 
@@ -155,14 +169,17 @@ class PerBlock(AbstractGranularity):
         # sharding on an Explicit mesh.
         for axis, side in reversed(list(enumerate(self.along(magnitude.ndim)))):
             size = magnitude.shape[axis]
-            side = min(side, max(size, 1))  # a tile longer than the axis needs no padding
+            if not is_at_least(size, side):
+                side = max(size, 1)  # a tile longer than the axis needs no padding
             if side > 1:
                 _refuse_cut_tiles(magnitude, axis, side)
-                if size % side:
+                cells = -(-size // side)
+                # JAX knows how this number and a symbolic size are related, and not `-size % side`.
+                if (missing := cells * side - size) != 0:
                     # Zeros never change the maximum of magnitudes.
-                    pads = [(0, -size % side if i == axis else 0) for i in range(magnitude.ndim)]
+                    pads = [(0, missing if i == axis else 0) for i in range(magnitude.ndim)]
                     magnitude = jnp.pad(magnitude, pads)
-                magnitude = split_axis(magnitude, axis, -(-size // side))
+                magnitude = split_axis(magnitude, axis, cells)
                 magnitude = jnp.max(magnitude, axis=axis + 1, initial=0)
         return magnitude
 
@@ -170,7 +187,7 @@ class PerBlock(AbstractGranularity):
         # One axis after the other. Several at once would lose the sharding on an Explicit mesh.
         for axis, (size, side) in enumerate(zip(shape, self.along(len(shape)), strict=True)):
             before, cells, after = scale.shape[:axis], scale.shape[axis], scale.shape[axis + 1 :]
-            if side > 1 and cells > 1:  # a single cell broadcasts by itself
+            if side > 1 and is_at_least(cells, 2):  # a single cell broadcasts by itself
                 scale = jnp.broadcast_to(
                     jnp.expand_dims(scale, axis + 1), (*before, cells, side, *after)
                 )
