@@ -276,6 +276,8 @@ class Backend:
     rows: int = 1
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.platform != "any":
+            _refuse_symbols(args)
         function = self._imported()
         if self.elsewhere is None:
             return function(*args, **kwargs)
@@ -293,6 +295,18 @@ class Backend:
             raise NotImplementedError(f"{self.needs} cannot be imported: {error}") from error
         function: Callable[..., Any] = getattr(module, self.function)
         return function
+
+
+def _refuse_symbols(args: Any) -> None:
+    """Raise NotImplementedError if an array has a size that is no number."""
+    # A grid of a kernel is a number. Without this check, Pallas' own errors do not say so.
+    for leaf in jax.tree.leaves(args):
+        if isinstance(leaf, jax.Array) and not all(isinstance(size, int) for size in leaf.shape):
+            raise NotImplementedError(
+                f"an operand of shape {list(leaf.shape)} has a symbolic size, and kernels need "
+                "numbers. Leave this backend out of kernels=, or export the program once for each "
+                "size."
+            )
 
 
 def kernels_of(chip: "Chip", backends: Mapping[str, Backend]) -> tuple[str, ...]:

@@ -78,14 +78,23 @@ def _reshape(x: Array, shape: tuple[int, ...], entries: list[Any]) -> Array:
 
 
 def is_at_least(size: Any, least: int) -> bool:
-    """Whether an axis has `least` values or more. A symbol that may have fewer counts as one.
-
-    So tiles along a symbolic axis are never shortened to the axis. Padding fills them.
-    """
+    """Whether an axis has `least` values or more. A symbol that may have fewer counts as more."""
     try:
         return bool(size >= least)
     except jax.errors.InconclusiveDimensionOperation:
         return True
+
+
+def fitting_side(side: int, size: Any) -> int:
+    """The side of tiles along an axis. A tile longer than the axis needs no padding."""
+    # Along a symbolic axis tiles are never shortened. Padding fills them.
+    return side if is_at_least(size, side) else max(size, 1)
+
+
+def missing_values(size: Any, side: int) -> int:
+    """How many values fill the last tile along an axis."""
+    # JAX knows how this difference and a symbolic size are related, and not `-size % side`.
+    return -(-size // side) * side - size
 
 
 # PerBlock: one scale for each tile of an array.
@@ -169,17 +178,14 @@ class PerBlock(AbstractGranularity):
         # sharding on an Explicit mesh.
         for axis, side in reversed(list(enumerate(self.along(magnitude.ndim)))):
             size = magnitude.shape[axis]
-            if not is_at_least(size, side):
-                side = max(size, 1)  # a tile longer than the axis needs no padding
+            side = fitting_side(side, size)
             if side > 1:
                 _refuse_cut_tiles(magnitude, axis, side)
-                cells = -(-size // side)
-                # JAX knows how this number and a symbolic size are related, and not `-size % side`.
-                if (missing := cells * side - size) != 0:
+                if (missing := missing_values(size, side)) != 0:
                     # Zeros never change the maximum of magnitudes.
                     pads = [(0, missing if i == axis else 0) for i in range(magnitude.ndim)]
                     magnitude = jnp.pad(magnitude, pads)
-                magnitude = split_axis(magnitude, axis, cells)
+                magnitude = split_axis(magnitude, axis, -(-size // side))
                 magnitude = jnp.max(magnitude, axis=axis + 1, initial=0)
         return magnitude
 

@@ -36,7 +36,13 @@ from jaxfp8._typing import Array, DType
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._exact import TINY, constant_like, factors_of, times
 from jaxfp8.numerics._formats import E8M0
-from jaxfp8.numerics._per_block import devices_of, is_explicit
+from jaxfp8.numerics._per_block import (
+    devices_of,
+    fitting_side,
+    is_at_least,
+    is_explicit,
+    missing_values,
+)
 
 # A matmul of bfloat16 operands, accumulated in float32, on every device.
 #
@@ -224,7 +230,7 @@ def _tile(lhs: QuantizedTensor, i: int, rhs: QuantizedTensor, j: int) -> int:
     """T of a pair of contracted axes: of the operand that is in tiles, else the whole axis."""
     for operand, axis in ((lhs, i), (rhs, j)):
         if operand.granularity.in_tiles:
-            return min(operand.granularity.along(operand.ndim)[axis], max(operand.shape[axis], 1))
+            return fitting_side(operand.granularity.along(operand.ndim)[axis], operand.shape[axis])
     return max(lhs.shape[i], 1)
 
 
@@ -235,10 +241,10 @@ def _parts(operand: QuantizedTensor, axes: Sequence[int], tiles: list[int]) -> t
         values, scale = _fold(operand), jnp.float32(1.0)
     pads = [(0, 0)] * operand.ndim
     for axis, tile in zip(axes, tiles, strict=True):
-        if tile < operand.shape[axis]:
+        if is_at_least(operand.shape[axis], tile + 1):
             _refuse_sharded(operand, axis)
-        pads[axis] = (0, -operand.shape[axis] % tile)
-    return (jnp.pad(values, pads) if any(after for _, after in pads) else values), scale
+        pads[axis] = (0, missing_values(operand.shape[axis], tile))
+    return (jnp.pad(values, pads) if any(after != 0 for _, after in pads) else values), scale
 
 
 def _refuse_sharded(operand: QuantizedTensor, axis: int) -> None:
@@ -256,15 +262,17 @@ def _unravel(step: Array | int, cells: list[int]) -> list[Array | int]:
     """The index of a step along each contracted axis; the last axis is the fastest."""
     at: list[Array | int] = []
     for count in reversed(cells):
-        at.insert(0, step % count if count > 1 else 0)
-        step = step // max(count, 1)
+        # A symbol is no operand of the array `step`. It has a value where the program runs.
+        number = count if isinstance(count, int) else jnp.asarray(count)
+        at.insert(0, step % number if is_at_least(count, 2) else 0)
+        step = step // (number if is_at_least(count, 1) else 1)
     return at
 
 
 def _slice(x: Array, axes: Sequence[int], at: list[Array | int], sizes: list[int]) -> Array:
     """Tile number `at` along each axis. An axis with a single tile stays as it is."""
     for axis, index, size in zip(axes, at, sizes, strict=True):
-        if x.shape[axis] > size:
+        if is_at_least(x.shape[axis], size + 1):
             x = lax.dynamic_slice_in_dim(x, index * size, size, axis)
     return x
 
