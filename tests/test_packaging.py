@@ -44,6 +44,7 @@ MODULES = {
 # Required, and imported by others than the folder that requires it.
 PLUGINS = {
     ("notebooks", "ipykernel"): "nbclient starts it by name: it runs the cells",
+    ("test", "flatbuffers"): "jax.export imports it to write and read files",
     ("test", "absl-py"): (
         "flax's tests import it (tests/guests), and jax 0.10 does in Mosaic, undeclared"
     ),
@@ -128,7 +129,7 @@ def test_what_is_imported_is_required(folder):
 
 
 def test_extras_have_a_folder():
-    tools = {"cuda12", "cuda13", "tpu", "dev"}  # plugins of jax, and commands
+    tools = {"cuda12", "cuda13", "tpu", "export", "dev"}  # what jax imports, and commands
     assert {*PROJECT["optional-dependencies"]} - tools == {*FOLDERS} - {"dependencies"}
 
 
