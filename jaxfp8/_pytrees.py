@@ -5,8 +5,7 @@ structure has arrays and static fields. The arrays are arguments of the program.
 are written here, as JSON. Nothing in a file is executed: a name in it is looked up in `_VALUES`.
 
 `register_node` registers a class with JAX and with `jax.export` at once, so that no node lacks the
-second registration.
-`register_value` names a class that static fields hold.
+second registration. `register_value` names a class that static fields hold.
 """
 
 import base64
@@ -143,13 +142,20 @@ def _read_fields(where: str, plain: Any, kind: type, names: tuple[str, ...]) -> 
     if not isinstance(plain, dict) or not {*plain} <= {*names}:
         found = list(plain) if isinstance(plain, dict) else plain
         raise ValueError(f"{where} has the fields {found!r}; {kind.__name__} has {list(names)}")
-    # Without static fields none are needed, and annotations of optax cannot be evaluated here.
-    hints = typing.get_type_hints(kind) if plain else {}
+    hints = _hints_of(kind)
     read = {name: _value(f"{where}.{name}", each) for name, each in plain.items()}
     for name, each in read.items():
         if not _fits(each, hints.get(name, Any)):
             raise ValueError(f"{where}.{name}={each!r} is no {hints[name]}")
     return read
+
+
+def _hints_of(kind: type) -> dict[str, Any]:
+    """The annotations of a class."""
+    try:
+        return typing.get_type_hints(kind)
+    except NameError:  # a name that only type checkers import: nothing is checked
+        return {}
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -178,7 +184,8 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _dtype_named(name: Any) -> np.dtype[Any]:
     """The dtype with this name. ValueError for what is no name of one."""
-    dtype = np.dtype(name) if isinstance(name, str) else None
+    # NumPy would read other strings as records of several dtypes.
+    dtype = np.dtype(name) if isinstance(name, str) and name.isidentifier() else None
     if dtype is None or dtype.name != name or dtype.hasobject or dtype.fields:
         raise ValueError(f"{name!r} is not the name of a dtype")
     return dtype
