@@ -55,6 +55,13 @@ CASES = {
 STACKED = {"layer", "stage", "expert"}
 
 
+def rows(names, recipes):
+    """Each case with one recipe, and each recipe with two cases. All others are slow."""
+    for name, recipe in itertools.product(names, recipes):
+        is_quick = recipe == "blockwise" or name in ("query", "scanned_experts")
+        yield pytest.param(name, recipe, marks=() if is_quick else pytest.mark.slow)
+
+
 def rows_of(name):
     axes = CASES[name][2]
     stacked = [word for word in axes.split("->")[1].split() if word in STACKED]
@@ -86,8 +93,7 @@ def exact(weight):
     return out
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "recipe"), rows(CASES, RECIPES))
 def test_a_weight_is_in_the_file_as_its_matmul_reads_it(name, recipe, tmp_path):
     shape, axes, _ = CASES[name]
     rules = [("w", axes)]
@@ -117,8 +123,10 @@ def test_a_weight_is_in_the_file_as_its_matmul_reads_it(name, recipe, tmp_path):
         assert set(done.how.values()) == {"as it is"}, (fmt, done.how)
 
 
-@pytest.mark.parametrize("recipe", ["current", "blockwise", "mxfp8_2d"])
-@pytest.mark.parametrize("name", [name for name in CASES if name != "ragged_heads"])
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    rows([n for n in CASES if n != "ragged_heads"], ["current", "blockwise", "mxfp8_2d"]),
+)
 def test_a_file_fills_the_weight_again(name, recipe, tmp_path):
     shape, axes, _ = CASES[name]
     params = {"w": normal(0, *shape, dtype="float32")}
