@@ -57,9 +57,12 @@ STACKED = {"layer", "stage", "expert"}
 
 def rows(names, recipes):
     """Each case with one recipe, and each recipe with two cases. All others are slow."""
-    for name, recipe in itertools.product(names, recipes):
-        is_quick = recipe == "blockwise" or name in ("query", "scanned_experts")
-        yield pytest.param(name, recipe, marks=() if is_quick else pytest.mark.slow)
+    pairs = itertools.product(names, recipes)
+    quick = [r == "blockwise" or n in ("query", "scanned_experts") for n, r in pairs]
+    return [
+        pytest.param(*pair, marks=() if is_quick else pytest.mark.slow)
+        for pair, is_quick in zip(itertools.product(names, recipes), quick, strict=True)
+    ]
 
 
 def rows_of(name):
