@@ -108,7 +108,9 @@ def plan_of(
                 f"it to ignore=, or export all of them in FP8: ignore=({entry.module!r},)."
             )
         _check_matrix(entry, use, leaf)
-        _check_split(entry, use, tensor_parallel)
+        order = [rows.index(each.row) for each in group]
+        whole = bool(order) and rows.index(entry.row) < max(order)
+        _check_split(entry, use, tensor_parallel, whole=whole)
         peers = tuple((e, parameters[e.path]) for e in group)
         if use.cells == "tensor":
             _check_shared(entry, leaf, peers, use)
@@ -147,10 +149,12 @@ def _check_matrix(entry: Entry, format: Format, leaf: Any) -> None:
         )
 
 
-def _check_split(entry: Entry, format: Format, devices: int) -> None:
+def _check_split(entry: Entry, format: Format, devices: int, *, whole: bool) -> None:
     """Raise ValueError if an engine cannot load the blocks of a matrix.
 
-    Rules of vLLM 0.33, `validate_fp8_block_shape`, and SGLang 0.5.23, `fp8.py`.
+    Rules of vLLM 0.33, `validate_fp8_block_shape`, and SGLang 0.5.23, `fp8.py`. Engines merge
+    matrices in the order of the rows. `whole` says that another one comes after this one, so that
+    its last block must be whole.
     """
     if not isinstance(format.cells, tuple):
         return
@@ -160,7 +164,7 @@ def _check_split(entry: Entry, format: Format, devices: int) -> None:
     why = f"an engine splits it over {devices} devices" if by_rows * by_columns > 1 else ""
     if k % by_rows or ((by_rows > 1 or of_k == 32) and k // by_rows % of_k):
         cut = f"inputs, {k}, in blocks of {of_k}"
-    elif (by_columns > 1 or (row.merged and row.parallel)) and n % (by_columns * of_n):
+    elif (by_columns > 1 or whole or (row.merged and row.parallel)) and n % (by_columns * of_n):
         cut = f"outputs, {n}, in blocks of {of_n}"
         why = why or f"engines merge it with the others of {row.merged!r}"
     else:
