@@ -30,7 +30,7 @@ nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = (
     "lint", "readme", "newest", "optimized", "rounding", "gpu_programs", "tpu_programs", "guests",
-    "plugs", "docstrings", "silicon", "notebooks", "budget",
+    "plugs", "docstrings", "silicon", "loaders", "notebooks", "budget",
 )  # fmt: skip
 MOST_CPU_MINUTES = 160
 """More than this of all sessions together is an error. On a quiet machine they take 54. They
@@ -85,7 +85,7 @@ def python313(session: nox.Session) -> None:
     session.install(*LATEST, "-e", ".[test,triton]")
     # To compile the bytecode of torch takes longer than to import it.
     extras = nox.project.load_toml(ROOT / "pyproject.toml")["project"]["optional-dependencies"]
-    session.install("-q", "--no-compile", *extras["silicon"])
+    session.install("-q", "--no-compile", *extras["silicon"], *extras["loaders"])
 
 
 OLDEST, NEWEST, NEXT = (
@@ -102,7 +102,7 @@ def python(session: nox.Session, version: str, *arguments: str, **options: Any) 
 NEEDED = {
     "python311": "equinox",
     "python312": "jax_cuda13_plugin jax_triton libtpu",
-    "python313": "mmasim",
+    "python313": "mmasim transformers compressed_tensors accelerate safetensors",
 }
 """Packages without which tests of an environment are skipped. conftest.py refuses to start."""
 
@@ -177,7 +177,9 @@ def everything(session: nox.Session) -> None:
     pytest(session, "python312", "-m", "not gpu")
 
 
-DEFAULT_MARKS = "not slow and not deviceless and not gpu and not tpu and not silicon"
+DEFAULT_MARKS = (
+    "not slow and not deviceless and not gpu and not tpu and not silicon and not loaders"
+)
 DEFAULT_ROWS = ("-m", DEFAULT_MARKS, "--one-row-in", "80")
 # XLA's optimizations may change bits. The arithmetic is in these rooms, and others stand on them.
 # Kernels are interpreted on CPUs, so it is not XLA that compiles them for users. With optimizations
@@ -272,6 +274,24 @@ def silicon(session: nox.Session) -> None:
     # A worker imports torch and JAX for seconds, so one more than cores costs more than it saves.
     workers = ("-n", str(os.cpu_count() or 1))
     pytest(session, "python313", *workers, "-m", "silicon and not slow", *rooms)
+
+
+@nox.session(**NEXT)
+@measured
+def loaders(session: nox.Session) -> None:
+    """Exports in transformers and compressed-tensors, and the rules of vLLM and SGLang."""
+    rooms = () if session.posargs else ("tests/loaders",)
+    workers = ("-n", str(os.cpu_count() or 1))  # as in `silicon`
+    by_file = ("--dist", "loadfile")  # the tests of a file cast the same shapes
+    pytest(session, "python313", *workers, *by_file, "-m", "loaders and not slow", *rooms)
+
+
+@nox.session(**NEXT, default=False)
+@measured
+def all_loaders(session: nox.Session) -> None:
+    """By hand, before a release: every row of `loaders`."""
+    workers = ("-n", str(os.cpu_count() or 1))
+    pytest(session, "python313", *workers, "-m", "loaders", "tests/loaders")
 
 
 @nox.session(**OLDEST)

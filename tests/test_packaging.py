@@ -33,10 +33,12 @@ FOLDERS = {
     "test": "tests",
     "plugs": "tests/plugs",
     "silicon": "tests/silicon",
+    "loaders": "tests/loaders",
 }
 # Modules whose name is not that of their package.
 MODULES = {
     "absl-py": "absl",
+    "compressed-tensors": "compressed_tensors",
     "jax-triton": "jax_triton",
     "orbax-checkpoint": "orbax",
     "pytest-xdist": "xdist",
@@ -48,14 +50,15 @@ PLUGINS = {
     ("test", "absl-py"): (
         "flax's tests import it (tests/guests), and jax 0.10 does in Mosaic, undeclared"
     ),
+    ("loaders", "accelerate"): "transformers needs it to load a file with quantization",
 }
 # What a folder may import besides the dependencies.
 EXTRAS = {
     "jaxfp8": ("triton",),  # behind `Backend`s: tests/test_floors.py
     "examples": ("examples",),
     "notebooks": ("notebooks",),
-    # Without the last four, tests of them are skipped.
-    "tests": ("test", "examples", "triton", "plugs", "silicon"),
+    # Without the last ones, tests of them are skipped.
+    "tests": ("test", "examples", "triton", "plugs", "silicon", "loaders"),
 }
 
 # Other libraries that a folder compares us with, or plugs us into, where they are installed. No
