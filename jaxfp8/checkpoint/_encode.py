@@ -24,15 +24,16 @@ from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._exact import factors_of
 from jaxfp8.numerics._formats import E4M3
 from jaxfp8.numerics._granularity import AbstractGranularity
+from jaxfp8.numerics._scale import ScaleRule
 from jaxfp8.weights._quantized_weight import is_weight
 
 PIECE = 2**22
 """The most values of a piece. Rows of a matrix are not cut."""
 _SIDE = 128  # the longest side of the cells of a format along its rows
 
-How: TypeAlias = Literal["as it is", "cast", "cast again"]
+How: TypeAlias = Literal["as it is", "cast", "cast again", "dequantized"]
 """How a tensor was made. FP8 values of training go out as they are if the format's cells have the
-scales for them."""
+scales for them. Otherwise they are dequantized, and cast again for a format."""
 
 
 def _as_bits(part: np.ndarray) -> np.ndarray:
@@ -120,10 +121,11 @@ def encode(
         pieces = pieces_of(shape, step)
         return FileTensor(name, spec, lambda: ((rows.start, rows_of(rows)) for rows in pieces))
 
-    if format is None:
-        return "as it is", [values_by(rows_of(entry, leaf, spec.dtype))]
-    held = _held(entry, leaf, format)
     how: How
+    if format is None:
+        how = "dequantized" if is_weight(leaf) and leaf.original is None else "as it is"
+        return how, [values_by(rows_of(entry, leaf, spec.dtype))]
+    held = _held(entry, leaf, format)
     if held is not None:
         how, (array, fixed) = "as it is", held
         values = values_by(lambda rows: _checked(name, _read(entry, array, rows)))
@@ -231,8 +233,13 @@ def _scales(
     amaxes = np.max(found) if format.granularity.in_one else np.concatenate(found)
     if not np.all(np.isfinite(amaxes)):
         raise _not_finite(name)
-    multiplier, scale = format.rule.apply(jnp.asarray(amaxes), E4M3)
+    multiplier, scale = _by_rule(amaxes, format.rule)
     return np.asarray(multiplier), np.atleast_2d(np.asarray(scale))
+
+
+@functools.partial(jax.jit, static_argnames="rule")
+def _by_rule(amaxes: Array, rule: ScaleRule) -> tuple[Array, Array]:
+    return rule.apply(amaxes, E4M3)
 
 
 @functools.partial(jax.jit, static_argnames="granularity")

@@ -23,8 +23,9 @@ class Exported(NamedTuple):
 
     Attributes:
       files: their paths.
-      how: for the weight of each tensor, how it was made: "as it is", "cast", or "cast again" (from
-        FP8 values whose scales the format cannot hold).
+      how: for the weight of each tensor, how it was made: "as it is", "cast", "cast again" (from
+        FP8 values whose scales the format cannot hold), or "dequantized" (in high precision, from
+        FP8 values).
 
     Example:
       >>> done = Exported((Path("out/model.safetensors"),), {"up.weight": "cast"})

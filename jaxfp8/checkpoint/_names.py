@@ -228,14 +228,16 @@ def mirrored(parameters: Mapping[str, Any]) -> tuple[Row, ...]:
     """Rows for parameters of any model: names of files are paths with dots.
 
     The last words are those of Hugging Face: a kernel [in, out] is a `weight`, as are an embedding
-    and a scale.
+    and a scale. `lm_head` is what loaders call a head, which they never have in FP8.
     """
     rows = []
     for path, leaf in parameters.items():
         *module, last = path.split("/")
         kinds: dict[str, Kind] = {"kernel": "linear", "embedding": "embedding", "scale": "norm"}
         kind = kinds.get(last, "plain")
-        if kind == "linear" and len(leaf.shape) != 2:
+        if kind == "linear" and module[-1:] == ["lm_head"]:
+            kind = "head"
+        if kind in LINEAR and len(leaf.shape) != 2:
             raise ValueError(
                 f"{path} has {len(leaf.shape)} axes, {list(leaf.shape)}, so its name does not say "
                 "which are outputs and inputs. Pass names=, with a row for it: "

@@ -163,6 +163,12 @@ def test_modules_to_ignore_and_the_head_are_named_in_the_config(tmp_path):
         assert config[key] == ["lm_head", "model.layers.11.mlp.down_proj"]
         assert done.how["lm_head.weight"] == "as it is"
         assert read_folder(tmp_path)["lm_head.weight"].dtype.name == "bfloat16"
+    # So they are by default names, and where training had the head in FP8.
+    trained = fp8.quantize_params(params, fp8.recipes.blockwise(), primary=True)
+    done = checkpoint.export(trained, tmp_path, format="hf-fp8")
+    assert done.how["lm_head.weight"] == "dequantized"
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["modules_to_not_convert"] == ["lm_head"]
     # Embeddings that are tied to the head: loaders make a head, and must not look for its scale.
     del params["lm_head"]
     checkpoint.export(params, tmp_path, format="hf-fp8", names=names)
