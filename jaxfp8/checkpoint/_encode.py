@@ -4,6 +4,7 @@ A piece is made when it is asked for: read from the devices, put into the order 
 cast. So no more than a piece of a model is in memory twice.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -112,62 +113,116 @@ def encode(
     format has one scale for each and these differ. So a cast gives all the same scale.
 
     Raises:
-      ValueError: while pieces are made, if a matrix in FP8 has a NaN or an inf.
+      ValueError: while pieces are made, if a matrix in FP8 has a NaN or an inf, or if `dtype`
+        cannot hold a number.
     """
-    (spec, *more), shape = specs_of(entry, leaf, format, dtype).values(), entry.file_shape
-    name, step = entry.name, entry.axes.step(entry.shape)
+    specs = specs_of(entry, leaf, format, dtype)
+    is_stored = is_weight(leaf) and leaf.original is None
+    pieces = pieces_of(entry.file_shape, entry.axes.step(entry.shape))
 
     def values_by(rows_of: Callable[[slice], np.ndarray]) -> FileTensor:
-        pieces = pieces_of(shape, step)
-        return FileTensor(name, spec, lambda: ((rows.start, rows_of(rows)) for rows in pieces))
+        made = lambda: ((rows.start, rows_of(rows)) for rows in pieces)  # noqa: E731
+        return FileTensor(entry.name, specs[entry.name], made)
 
-    how: How
+    def small(name: str, array: Callable[[], np.ndarray]) -> FileTensor:
+        return FileTensor(name, specs[name], lambda: iter([(0, array())]))
+
     if format is None:
-        how = "dequantized" if is_weight(leaf) and leaf.original is None else "as it is"
-        return how, [values_by(rows_of(entry, leaf, spec.dtype))]
-    held = _held(entry, leaf, format)
-    if held is not None:
-        how, (array, fixed) = "as it is", held
-        values = values_by(lambda rows: _checked(name, _read(entry, array, rows)))
-        scales = lambda: fixed  # noqa: E731
-    else:
-        how = "cast again" if is_weight(leaf) and leaf.original is None else "cast"
-        of_rows, known = rows_of(entry, leaf, None), functools.cache(lambda: _found())
-
-        def _found() -> tuple[np.ndarray, np.ndarray]:
-            group = peers if format.granularity.in_one and peers else [(entry, leaf)]
-            return _scales(name, _all_pieces(group), format)
-
-        def cast(rows: slice) -> np.ndarray:
-            multiplier = known()[0]
-            if multiplier.ndim:
-                side = format.sides(shape)[0]
-                multiplier = multiplier[rows.start // side : -(-rows.stop // side)]
-            return np.asarray(_cast(of_rows(rows), multiplier, format.granularity))
-
-        values, scales = values_by(cast), lambda: known()[1]
-    tensors = [values]
-    tensors.append(
-        FileTensor(
-            format.scale_name_of(name), more[0],
-            lambda: iter([(0, format.scale_to_file(scales()))]),
-        )
-    )  # fmt: skip
+        how: How = "dequantized" if is_stored else "as it is"
+        return how, [values_by(rows_of(entry, leaf, specs[entry.name].dtype))]
+    matrix: _AsItIs | _Cast | None = _as_it_is(entry, leaf, format)
+    how = "as it is"
+    if matrix is None:
+        group = tuple(peers) if format.granularity.in_one and peers else ((entry, leaf),)
+        matrix, how = _Cast(entry, leaf, format, group), "cast again" if is_stored else "cast"
+    tensors = [
+        values_by(matrix.rows),
+        small(format.scale_name_of(entry.name), lambda: format.scale_to_file(matrix.scale)),
+    ]
     if format.static_inputs:
-        known_input = np.array(input_scale, np.float32)
-        tensors.append(
-            FileTensor(format.input_scale_name_of(name), more[1], lambda: iter([(0, known_input)]))
-        )
+        of_inputs = np.array(input_scale, np.float32)
+        tensors.append(small(format.input_scale_name_of(entry.name), lambda: of_inputs))
     return how, tensors
 
 
-def _held(entry: Entry, leaf: Any, format: Format) -> tuple[Any, np.ndarray] | None:
-    """The FP8 values of a weight, and their scales by cells of the format; None if it casts."""
+@dataclasses.dataclass
+class _AsItIs:
+    """A matrix whose FP8 values go into the file as they are."""
+
+    entry: Entry
+    values: Any  # with the axes of the parameter
+    scale: np.ndarray  # by cells of the format, [n, k]
+
+    def rows(self, rows: slice) -> np.ndarray:
+        values = _read(self.entry, self.values, rows)
+        if np.any((values.view(np.uint8) & 0x7F) == 0x7F):  # the codes of NaN in E4M3
+            raise _not_finite(self.entry.name)
+        return values
+
+
+def _as_it_is(entry: Entry, leaf: Any, format: Format) -> _AsItIs | None:
+    """The FP8 values of a weight. None if there are none, or if the format lacks their scales."""
     if not is_weight(leaf):
         return None
     grid = grid_of(entry, leaf)
     values, scale = leaf.values[grid.copy], grid.scales_of(leaf).in_format(format)
-    return None if scale is None or values.dtype != VALUES else (values, scale)
+    return None if scale is None or values.dtype != VALUES else _AsItIs(entry, values, scale)
+
+
+@dataclasses.dataclass
+class _Cast:
+    """A matrix that is cast for the file."""
+
+    entry: Entry
+    leaf: Any
+    format: Format
+    group: tuple[tuple[Entry, Any], ...]  # those that share its scale, and itself
+
+    @functools.cached_property
+    def _known(self) -> tuple[np.ndarray, np.ndarray]:
+        """The multipliers and the scales by cell, [] or [n, k]."""
+        granularity = self.format.granularity
+        found = [np.asarray(amax(jnp.asarray(p), granularity)) for p in _all_pieces(self.group)]
+        amaxes = np.max(found) if granularity.in_one else np.concatenate(found)
+        if not np.all(np.isfinite(amaxes)):
+            raise _not_finite(self.entry.name)
+        multiplier, scale = _by_rule(amaxes, self.format.rule)
+        return np.asarray(multiplier), np.atleast_2d(np.asarray(scale))
+
+    @property
+    def scale(self) -> np.ndarray:
+        return self._known[1]
+
+    def rows(self, rows: slice) -> np.ndarray:
+        multiplier = self._known[0]
+        if multiplier.ndim:
+            side = self.format.sides(self.entry.file_shape)[0]
+            multiplier = multiplier[rows.start // side : -(-rows.stop // side)]
+        values = rows_of(self.entry, self.leaf, None)(rows)
+        return np.asarray(_cast_rows(values, multiplier, self.format.granularity))
+
+
+@functools.partial(jax.jit, static_argnames="rule")
+def _by_rule(amaxes: Array, rule: ScaleRule) -> tuple[Array, Array]:
+    return rule.apply(amaxes, E4M3)
+
+
+@functools.partial(jax.jit, static_argnames="granularity")
+def _cast_rows(rows: Array, multiplier: Array, granularity: AbstractGranularity) -> Array:
+    """Rows of a matrix in E4M3, under multipliers that are known."""
+    cast = Cast(format=E4M3, directions=(Direction(granularity),))
+    ((copy,), _) = cast_copies(rows, cast, (KnownScale(multiplier, multiplier),))
+    return copy.values
+
+
+def _not_finite(name: str) -> ValueError:
+    return ValueError(
+        f"{name} has a value that is NaN or inf, which engines would multiply by. Export a "
+        "checkpoint from before the run went wrong."
+    )
+
+
+# Rows of the file in high precision.
 
 
 def _all_pieces(group: Sequence[tuple[Entry, Any]]) -> Iterator[np.ndarray]:
@@ -194,11 +249,25 @@ def rows_of(entry: Entry, leaf: Any, dtype: DType | None) -> Callable[[slice], n
     array = leaf.original if is_weight(leaf) else leaf
     if array is not None:
         wanted = _dtype_of(array, dtype)
-        return lambda rows: _read(entry, array, rows).astype(wanted, copy=False)
+        return lambda rows: _narrowed(entry.name, _read(entry, array, rows), wanted)
     grid, wide = grid_of(entry, leaf), jnp.dtype(dtype or jnp.float32)
     scales, held = grid.scales_of(leaf), leaf.values[grid.copy]
 
     return lambda rows: dequantize_rows(_read(entry, held, rows), scales.spread(rows), wide)
+
+
+def _narrowed(name: str, part: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The numbers in another dtype. ValueError if a finite one is too large for it."""
+    if part.dtype == dtype:
+        return part
+    with np.errstate(over="ignore"):
+        narrow = part.astype(dtype)
+    if not np.array_equal(np.isfinite(narrow), np.isfinite(part)):
+        raise ValueError(
+            f"{name} has numbers up to {np.nanmax(np.abs(part))}, which dtype={dtype} cannot hold. "
+            "Use bfloat16, or leave dtype= out."
+        )
+    return narrow
 
 
 def dequantize_rows(values: np.ndarray, scale: np.ndarray, dtype: DType) -> np.ndarray:
@@ -209,42 +278,3 @@ def dequantize_rows(values: np.ndarray, scale: np.ndarray, dtype: DType) -> np.n
 @functools.partial(jax.jit, static_argnames="dtype")
 def _dequantize(values: Array, scale: Array, dtype: DType) -> Array:
     return dequantized(values, factors_of(scale), dtype)
-
-
-def _checked(name: str, values: np.ndarray) -> np.ndarray:
-    """E4M3 values without a NaN."""
-    if np.any((values.view(np.uint8) & 0x7F) == 0x7F):
-        raise _not_finite(name)
-    return values
-
-
-def _not_finite(name: str) -> ValueError:
-    return ValueError(
-        f"{name} has a value that is NaN or inf, which engines would multiply by. Export a "
-        "checkpoint from before the run went wrong."
-    )
-
-
-def _scales(
-    name: str, pieces: Iterator[np.ndarray], format: Format
-) -> tuple[np.ndarray, np.ndarray]:
-    """The multipliers and the scales of a matrix, by cell, [] or [n, k]."""
-    found = [np.asarray(amax(jnp.asarray(piece), format.granularity)) for piece in pieces]
-    amaxes = np.max(found) if format.granularity.in_one else np.concatenate(found)
-    if not np.all(np.isfinite(amaxes)):
-        raise _not_finite(name)
-    multiplier, scale = _by_rule(amaxes, format.rule)
-    return np.asarray(multiplier), np.atleast_2d(np.asarray(scale))
-
-
-@functools.partial(jax.jit, static_argnames="rule")
-def _by_rule(amaxes: Array, rule: ScaleRule) -> tuple[Array, Array]:
-    return rule.apply(amaxes, E4M3)
-
-
-@functools.partial(jax.jit, static_argnames="granularity")
-def _cast(rows: Array, multiplier: Array, granularity: AbstractGranularity) -> Array:
-    """Rows of a matrix in E4M3, under multipliers that are known."""
-    cast = Cast(format=E4M3, directions=(Direction(granularity),))
-    ((copy,), _) = cast_copies(rows, cast, (KnownScale(multiplier, multiplier),))
-    return copy.values

@@ -360,6 +360,15 @@ def test_scales_of_their_own_in_a_merged_matrix_are_refused(tmp_path):
     assert set(done.how.values()) == {"as it is"}
 
 
+def test_numbers_that_a_dtype_cannot_hold_are_refused(tmp_path):
+    params = {"a": {"kernel": jnp.full((8, 16), 70000.0), "bias": jnp.array([1.0, jnp.inf])}}
+    with pytest.raises(ValueError, match=r"a\.weight has numbers up to 70000.0.*float16 cannot"):
+        checkpoint.export(params, tmp_path, format=None, dtype=jnp.float16)
+    assert contents(tmp_path) == {}
+    checkpoint.export(params, tmp_path, format=None, dtype=jnp.bfloat16)  # inf stays
+    assert np.isinf(read_folder(tmp_path)["a.bias"].astype(np.float32)[1])
+
+
 # State: the scales of inputs.
 
 
