@@ -261,7 +261,7 @@ class Entry:
       path: of the parameter.
       row: what both are.
       axes: how the axes of both lie.
-      at: for each stacked axis, the index of this tensor.
+      at: for each stacked axis, in their order, the index of this tensor.
       shape: of the parameter.
     """
 
@@ -352,7 +352,7 @@ def _entries(row: Row, path: str, shape: Axes, known: dict[str, str]) -> Iterato
     sizes = axes.sizes(shape)
     count = math.prod(sizes[name] for name in axes.stacked)
     for i in range(count):
-        at: dict[str, int] = {}
+        at = dict.fromkeys(axes.stacked, 0)  # in the order of the axes
         for name in reversed(axes.stacked):
             i, at[name] = divmod(i, sizes[name])
         yield Entry(row.name.format(**known, **at), path, row, axes, at, shape)

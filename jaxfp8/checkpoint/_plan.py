@@ -208,7 +208,12 @@ def _input_scale(entry: Entry, state: PyTree | None) -> float:
             "inputs needs one. Use a format with dynamic inputs, for instance compressed-tensor."
         )
     scale = found.scale[..., rows[0]]
-    at = list(entry.at.values())[: scale.ndim]
+    at = tuple(entry.at.values())
+    if scale.ndim != len(at):
+        raise FP8StateError(
+            f"{entry.path}: its state stacks {list(scale.shape)} matmuls, but the row of "
+            f"{entry.name} stacks {list(entry.at)}. Pass the state of the same model."
+        )
     value = float(read_region(scale, tuple(slice(i, i + 1) for i in at)).reshape(()))
     if not value > 0 or not math.isfinite(value):
         raise FP8StateError(

@@ -1,5 +1,6 @@
 """What is in the files of `export`, beside casts by the oracle, and what it refuses."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -358,6 +359,25 @@ def test_scales_of_their_own_in_a_merged_matrix_are_refused(tmp_path):
         checkpoint.export(weights, tmp_path, format="compressed-tensor", names=LLAMA)
     done = checkpoint.export(weights, tmp_path, format="compressed-channel", names=LLAMA)
     assert set(done.how.values()) == {"as it is"}
+
+
+def test_scales_of_inputs_of_stacked_layers(tmp_path):
+    recipe = fp8.recipes.delayed()
+    state = jax.tree.map(
+        lambda x: jnp.stack([x] * 6).reshape(2, 3, *x.shape), fp8.init_state(recipe)
+    )
+    scale = state.scale + jnp.arange(1.0, 7.0).reshape(2, 3, 1)
+    state = {"w": {"kernel": dataclasses.replace(state, scale=scale)}}
+    params = {"w": {"kernel": jnp.ones((2, 3, 8, 16))}}
+    axes = "out in -> stage layer in out"
+    rows = [Row(name="{layer}.{stage}.weight", path="w/kernel", kind="linear", axes=axes)]
+    checkpoint.export(params, tmp_path, format="modelopt-fp8", names=rows, state=state)
+    tensors = read_folder(tmp_path)
+    found = [[float(tensors[f"{i}.{j}.input_scale"]) for i in range(3)] for j in range(2)]
+    assert found == [[1, 2, 3], [4, 5, 6]]
+    flat = jax.tree.map(lambda x: x[0], state)
+    with pytest.raises(fp8.FP8StateError, match=r"stacks \[3\] matmuls.*\['stage', 'layer'\]"):
+        checkpoint.export(params, tmp_path, format="modelopt-fp8", names=rows, state=flat)
 
 
 def test_numbers_that_a_dtype_cannot_hold_are_refused(tmp_path):

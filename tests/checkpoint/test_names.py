@@ -104,6 +104,16 @@ def test_stacked_layers_and_experts_are_tensors_of_their_own():
     }
 
 
+def test_indices_are_in_the_order_of_the_stacked_axes():
+    axes = "out in -> stage layer in out"
+    row = Row(name="{layer}.{stage}.weight", path="w", kind="linear", axes=axes)
+    entries = entries_of([row], {"w": np.zeros((2, 3, 8, 16))})
+    assert [tuple(entry.at.items()) for entry in entries[:4]] == [
+        (("stage", 0), ("layer", 0)), (("stage", 0), ("layer", 1)), (("stage", 0), ("layer", 2)),
+        (("stage", 1), ("layer", 0)),
+    ]  # fmt: skip
+
+
 def test_modules_of_a_layout_move_with_all_below():
     rows = checkpoint.names(
         "qwen",
