@@ -296,16 +296,21 @@ def parameters_of(params: PyTree) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_end):
+        name = path_name(path)
         if isinstance(node, nnx.Variable):
             if not isinstance(node, nnx.Param):
                 continue
+            # This path ends at the Variable. Its attribute of a module may be called `value`.
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
             node = node.get_value()
         if not hasattr(node, "shape"):
             raise TypeError(
-                f"{path_name(path)} is {node!r}, but params must hold arrays and weights in FP8. "
+                f"{name} is {node!r}, but params must hold arrays and weights in FP8. "
                 "Pass the parameters only."
             )
-        found[path_name(path)] = node
+        if name in found:
+            raise ValueError(f"two parameters have the path {name}. Rename one of their keys.")
+        found[name] = node
     if not found:
         raise ValueError("params holds no parameter. Pass variables['params'], or an nnx model.")
     return found
