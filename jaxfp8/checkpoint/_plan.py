@@ -78,13 +78,13 @@ def plan_of(
     used: set[str] = set()
 
     def in_fp8(entry: Entry) -> bool:
-        if chosen is None or entry.row.kind not in LINEAR:
+        if entry.row.kind not in LINEAR:
             return False
         ignored = [each for each in ignore if fnmatch.fnmatchcase(entry.module, each)]
         used.update(ignored)
         # Layers that training left in high precision stay there.
         is_fp8 = is_weight(parameters[entry.path]) or not trained
-        return entry.row.kind == "linear" and not ignored and is_fp8
+        return chosen is not None and entry.row.kind == "linear" and not ignored and is_fp8
 
     chosen_entries = {entry.name: in_fp8(entry) for entry in entries}
     if unused := [each for each in ignore if each not in used]:
@@ -208,12 +208,15 @@ def _input_scale(entry: Entry, state: PyTree | None) -> float:
             "inputs needs one. Use a format with dynamic inputs, for instance compressed-tensor."
         )
     scale = found.scale[..., rows[0]]
-    at = tuple(entry.at.values())
-    if scale.ndim != len(at):
+    # Experts of a layer may share a state.
+    stacked = entry.axes.stacked[: scale.ndim]
+    sizes = entry.axes.sizes(entry.shape)
+    if scale.shape != tuple(sizes[name] for name in stacked):
         raise FP8StateError(
             f"{entry.path}: its state stacks {list(scale.shape)} matmuls, but the row of "
-            f"{entry.name} stacks {list(entry.at)}. Pass the state of the same model."
+            f"{entry.name} stacks {list(entry.axes.stacked)}. Pass the state of the same model."
         )
+    at = [entry.at[name] for name in stacked]
     value = float(read_region(scale, tuple(slice(i, i + 1) for i in at)).reshape(()))
     if not value > 0 or not math.isfinite(value):
         raise FP8StateError(
