@@ -86,8 +86,10 @@ def _changed(plan: Plan, seen: Seen | None) -> Iterator[tuple[str, np.ndarray]]:
                     same.append(item)
                     continue
                 is_changed = True
-                for tensor in (tensor for each in same for tensor in plan.encode(each)[1]):
-                    yield tensor.name, tensor.whole()
+                # If the loop ends within the module, the next call sends all of it again.
+                for name in (name for each in items for name in each.specs):
+                    seen.pop(name, None)
+                tensors = [t for each in same for t in plan.encode(each)[1]] + tensors
             for tensor in tensors:
                 array = tensor.whole()
                 yield tensor.name, array

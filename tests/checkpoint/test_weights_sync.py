@@ -79,3 +79,17 @@ def test_arguments_are_checked_before_the_first_tensor():
         checkpoint.weights({"a": {"kernel": jnp.ones((8, 16))}}, "fp8")
     with pytest.raises(TypeError, match="seen="):
         checkpoint.weights({"a": {"kernel": jnp.ones((8, 16))}}, None, seen=set())
+
+
+def test_a_module_whose_sending_failed_is_sent_again_as_a_whole():
+    """Only one of its matrices changed, and the loop ended at another one."""
+    attention = {f"{n}_proj": {"kernel": normal(0, 256, 128)} for n in "kqv"}
+    params = {"model": {"layers": {"0": {"self_attn": attention}}}}
+    names, seen = checkpoint.names("llama"), {}
+    every = dict(checkpoint.weights(params, "hf-fp8", names=names, seen=seen))
+    attention["k_proj"]["kernel"] = attention["k_proj"]["kernel"] * 3
+    for name, _ in checkpoint.weights(params, "hf-fp8", names=names, seen=seen):
+        if "q_proj" in name:
+            break
+    assert set(dict(checkpoint.weights(params, "hf-fp8", names=names, seen=seen))) == set(every)
+    assert list(checkpoint.weights(params, "hf-fp8", names=names, seen=seen)) == []
