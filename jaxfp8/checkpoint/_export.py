@@ -108,6 +108,8 @@ def export(
     )  # fmt: skip
     folder = Path(path)
     texts = _configs(plan, _config_of(config, folder))
+    if (folder / "config.json").exists():
+        texts.setdefault("config.json", _json({}))  # an older one may name another format
     if jax.process_index() > 0:  # all processes have the same parameters
         return Exported((), {})
     made = not folder.exists()

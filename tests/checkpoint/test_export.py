@@ -420,3 +420,29 @@ def test_scales_of_inputs_are_those_of_the_state(tmp_path):
     nested = json.loads((tmp_path / "hf_quant_config.json").read_text())["quantization"]
     assert nested == {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": []}
     dequantized(tensors, "up", "modelopt-fp8")
+
+
+def test_scales_of_inputs_of_stacked_layers_of_experts():
+    """The state is stacked by layers, and the weight also by experts."""
+    state = fp8.init_state(fp8.recipes.delayed())
+    layers = [jax.tree.map(lambda x, i=i: jnp.full_like(x, i), state) for i in (1, 2, 3)]
+    stacked = jax.tree.map(lambda *each: jnp.stack(each), *layers)
+    name = "{layer}.experts.{expert}.up.weight"
+    rows = [Row(name=name, path="up/kernel", kind="linear")]
+    params = {"up": {"kernel": jnp.ones((3, 2, 32, 16))}}
+    sent = dict(
+        checkpoint.weights(params, "modelopt-fp8", names=rows, state={"up": {"kernel": stacked}})
+    )
+    for layer in range(3):
+        for expert in range(2):
+            assert sent[f"{layer}.experts.{expert}.up.input_scale"] == layer + 1
+
+
+def test_an_older_config_does_not_name_another_format(tmp_path):
+    checkpoint.export(ONE, tmp_path, format="hf-fp8")
+    checkpoint.export(ONE, tmp_path, format=None)
+    assert json.loads((tmp_path / "config.json").read_text()) == {}
+
+
+def test_ignore_without_fp8(tmp_path):
+    checkpoint.export(ONE, tmp_path, format=None, ignore=("a",))
