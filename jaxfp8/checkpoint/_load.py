@@ -84,6 +84,8 @@ def load(
       >>> bool((back["up"]["kernel"] == params["up"]["kernel"]).all())
       True
     """
+    if isinstance(skip, str):
+        raise TypeError(f'skip={skip!r} must be patterns of tensors: skip=("*.inv_freq",).')
     parameters = parameters_of(like)
     rows = mirrored(parameters) if names is None else tuple(names)
     with Checkpoint(path) as file:
@@ -171,6 +173,8 @@ def _scale_of(
         return None, f"is {spec.dtype}, but no config names its format. Pass format="
     if spec.dtype != VALUES or entry.row.kind != "linear":
         return None, f"is {spec.dtype}, but only matrices of linear layers are read, in {VALUES}"
+    if len(spec.shape) != 2 or 0 in spec.shape:
+        return None, f"is {spec.dtype}{list(spec.shape)}, which is no matrix"
     names = format.names_to_read(entry.name)
     name = next((name for name in names if name in file.specs), None)
     if name is None:

@@ -387,3 +387,40 @@ def test_no_file_is_read_that_no_one_named(tmp_path):
         checkpoint.load(tmp_path, LIKE)
     with pytest.raises(OSError, match="nowhere"):
         checkpoint.load(tmp_path / "nowhere", LIKE)
+
+
+class Values(nnx.Module):
+    """Its attributes are called as the field of a Variable."""
+
+    def __init__(self, x):
+        self.value, self.value_bias = nnx.Param(jnp.full(3, x)), nnx.Param(jnp.full(3, x + 1))
+
+
+def test_parameters_called_value(tmp_path):
+    done = checkpoint.export(Values(1.0), tmp_path, format=None)
+    assert set(done.how) == {"value", "value_bias"}
+    loaded = checkpoint.load(tmp_path, Values(7.0))
+    assert same(nnx.state(loaded), nnx.state(Values(1.0)))
+
+
+def test_two_parameters_with_one_path(tmp_path):
+    params = {"a/b": jnp.ones(3), "a": {"b": jnp.zeros(3)}}
+    with pytest.raises(ValueError, match="two parameters have the path a/b"):
+        checkpoint.export(params, tmp_path, format=None)
+
+
+def test_skip_is_no_text(tmp_path):
+    write(tmp_path, GOOD | {"b": SCALES}, CONFIG)
+    with pytest.raises(TypeError, match=r"skip='\*\.inv_freq' must be patterns"):
+        checkpoint.load(tmp_path, LIKE, skip="*.inv_freq")
+
+
+@pytest.mark.parametrize("fmt", CELLS)
+@pytest.mark.parametrize("shape", [(), (256,), (2, 128, 256), (0, 384)])
+def test_fp8_that_is_no_matrix(shape, fmt, tmp_path):
+    scale = f"a.{checkpoint.FORMATS[fmt].scale_name}"
+    tensors = {"a.weight": np.zeros(shape, VALUES.dtype), scale: np.ones(1, np.float32)}
+    write(tmp_path, tensors)
+    for like in ({"a": LIKE["a"]}, {"a": {"kernel": jnp.zeros((384, 0))}}):
+        with pytest.raises(CheckpointError, match=r"a\.weight"):
+            checkpoint.load(tmp_path, like, format=fmt)
