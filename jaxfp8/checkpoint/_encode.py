@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8._quantized_tensor import Cast, Direction, dequantized
-from jaxfp8._typing import Array, Axes, DType
+from jaxfp8._typing import Array, DType
 from jaxfp8.checkpoint._formats import VALUES, Format, numpy_dtype
 from jaxfp8.checkpoint._grid import grid_of, read_region
 from jaxfp8.checkpoint._names import Entry
@@ -30,7 +30,6 @@ from jaxfp8.weights._quantized_weight import is_weight
 
 PIECE = 2**22
 """The most values of a piece. Rows of a matrix are not cut."""
-_SIDE = 128  # the longest side of the cells of a format along its rows
 
 How: TypeAlias = Literal["as it is", "cast", "cast again", "dequantized"]
 """How a tensor was made. FP8 values of training go out as they are if the format's cells have the
@@ -47,11 +46,14 @@ def in_file_order(entry: Entry, part: np.ndarray) -> np.ndarray:
     return np.asarray(entry.axes.to_file(_as_bits(part)), order="C").view(part.dtype)
 
 
-def pieces_of(shape: Axes, step: int) -> list[slice]:
-    """Rows of a tensor, by pieces that start at multiples of `step`, and of the sides of cells."""
+def pieces_of(entry: Entry, format: Format | None) -> list[slice]:
+    """Rows of a tensor, by pieces that begin at whole cells and whole indices of the parameter."""
+    shape, side = entry.file_shape, 1
     if not shape or not shape[0]:
         return [slice(0, 0 if shape else 1)]
-    unit = math.lcm(step, _SIDE)
+    if format is not None and isinstance(format.cells, tuple):
+        side = format.cells[0]
+    unit = math.lcm(entry.axes.step(entry.shape), side)
     count = max(PIECE // max(math.prod(shape[1:]), 1) // unit, 1) * unit
     return [slice(i, min(i + count, shape[0])) for i in range(0, shape[0], count)]
 
@@ -74,8 +76,11 @@ class FileTensor(NamedTuple):
 
     def whole(self) -> np.ndarray:
         """The tensor in one array."""
-        parts = [part for _, part in self.pieces()]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        out = np.empty(self.spec.shape, self.spec.dtype)
+        rows = out if out.ndim else out.reshape(1)
+        for start, part in self.pieces():
+            rows[start : start + (len(part) if part.ndim else 1)] = part
+        return out
 
 
 def specs_of(
@@ -118,7 +123,7 @@ def encode(
     """
     specs = specs_of(entry, leaf, format, dtype)
     is_stored = is_weight(leaf) and leaf.original is None
-    pieces = pieces_of(entry.file_shape, entry.axes.step(entry.shape))
+    pieces = pieces_of(entry, format)
 
     def values_by(rows_of: Callable[[slice], np.ndarray]) -> FileTensor:
         made = lambda: ((rows.start, rows_of(rows)) for rows in pieces)  # noqa: E731
@@ -182,12 +187,17 @@ class _Cast:
     def _known(self) -> tuple[np.ndarray, np.ndarray]:
         """The multipliers and the scales by cell, [] or [n, k]."""
         granularity = self.format.granularity
-        found = [np.asarray(amax(jnp.asarray(p), granularity)) for p in _all_pieces(self.group)]
+        found = [np.asarray(amax(jnp.asarray(rows), granularity)) for rows in self._pieces()]
         amaxes = np.max(found) if granularity.in_one else np.concatenate(found)
         if not np.all(np.isfinite(amaxes)):
             raise _not_finite(self.entry.name)
         multiplier, scale = _by_rule(amaxes, self.format.rule)
         return np.asarray(multiplier), np.atleast_2d(np.asarray(scale))
+
+    def _pieces(self) -> Iterator[np.ndarray]:
+        for entry, leaf in self.group:
+            read = rows_of(entry, leaf, None)
+            yield from map(read, pieces_of(entry, self.format))
 
     @property
     def scale(self) -> np.ndarray:
@@ -225,14 +235,6 @@ def _not_finite(name: str) -> ValueError:
 # Rows of the file in high precision.
 
 
-def _all_pieces(group: Sequence[tuple[Entry, Any]]) -> Iterator[np.ndarray]:
-    """The rows of several matrices, in high precision."""
-    for entry, leaf in group:
-        read = rows_of(entry, leaf, None)
-        for rows in pieces_of(entry.file_shape, entry.axes.step(entry.shape)):
-            yield read(rows)
-
-
 def _read(entry: Entry, array: Any, rows: slice) -> np.ndarray:
     """Rows of the file, from the array of a parameter."""
     return in_file_order(entry, read_region(array, entry.region(rows)))
@@ -249,14 +251,18 @@ def rows_of(entry: Entry, leaf: Any, dtype: DType | None) -> Callable[[slice], n
     array = leaf.original if is_weight(leaf) else leaf
     if array is not None:
         wanted = _dtype_of(array, dtype)
-        return lambda rows: _narrowed(entry.name, _read(entry, array, rows), wanted)
-    grid, wide = grid_of(entry, leaf), jnp.dtype(dtype or jnp.float32)
+        return lambda rows: narrowed(entry.name, _read(entry, array, rows), wanted)
+    grid, wanted = grid_of(entry, leaf), numpy_dtype(dtype or jnp.float32)
     scales, held = grid.scales_of(leaf), leaf.values[grid.copy]
 
-    return lambda rows: dequantize_rows(_read(entry, held, rows), scales.spread(rows), wide)
+    def dequantize(rows: slice) -> np.ndarray:
+        wide = dequantize_rows(_read(entry, held, rows), scales.spread(rows))
+        return narrowed(entry.name, wide, wanted)
+
+    return dequantize
 
 
-def _narrowed(name: str, part: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def narrowed(name: str, part: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """The numbers in another dtype. ValueError if a finite one is too large for it."""
     if part.dtype == dtype:
         return part
@@ -270,11 +276,11 @@ def _narrowed(name: str, part: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return narrow
 
 
-def dequantize_rows(values: np.ndarray, scale: np.ndarray, dtype: DType) -> np.ndarray:
-    """FP8 values [n, K] times the scale of each, [n, K], rounded to a dtype."""
-    return np.asarray(_dequantize(values, scale, jnp.dtype(dtype)))
+def dequantize_rows(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """FP8 values [n, K] times the scale of each, [n, K], in float32."""
+    return np.asarray(_dequantize(values, scale))
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def _dequantize(values: Array, scale: Array, dtype: DType) -> Array:
-    return dequantized(values, factors_of(scale), dtype)
+@jax.jit
+def _dequantize(values: Array, scale: Array) -> Array:
+    return dequantized(values, factors_of(scale), jnp.float32)

@@ -1,5 +1,6 @@
 """`export`: the parameters of a model as a checkpoint that other programs load."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -68,8 +69,8 @@ def export(
         "compressed-block", "compressed-mxfp8", "modelopt-fp8" (see `FORMATS`), or None for a
         checkpoint without FP8.
       names: the `Row`s that say which tensor is which parameter, for instance of
-        `fp8.checkpoint.names`. Default: the path with dots and Hugging Face's last words, as in
-        `blocks.0.up.weight` for a kernel [in, out].
+        `fp8.checkpoint.names`, or the name of a layout. Default: the path with dots and Hugging
+        Face's last words, as in `blocks.0.up.weight` for a kernel [in, out].
       config: the config of the model, as a dict or as the path of a config.json or of its folder.
         The file gets its fields and the `quantization_config`. Default: those of a config.json that
         is at `path`, or none.
@@ -112,7 +113,7 @@ def export(
         texts.setdefault("config.json", _json({}))  # an older one may name another format
     if jax.process_index() > 0:  # all processes have the same parameters
         return Exported((), {})
-    made = not folder.exists()
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     _check_replaceable(folder)
     new = Path(tempfile.mkdtemp(prefix=".export-", dir=folder))
@@ -123,8 +124,9 @@ def export(
         files = _replace(new, folder)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
-        if made and not any(folder.iterdir()):
-            folder.rmdir()
+        with contextlib.suppress(OSError):  # somebody else has written there
+            for each in made:
+                each.rmdir()
         raise
     return Exported(tuple(folder / name for name in files), how)
 

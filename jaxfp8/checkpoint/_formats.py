@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8._typing import Axes, DType
-from jaxfp8.checkpoint._safetensors import CheckpointError, TensorSpec
+from jaxfp8.checkpoint._safetensors import CheckpointError, TensorSpec, show
 from jaxfp8.numerics._formats import E4M3, E8M0
 from jaxfp8.numerics._granularity import AbstractGranularity, PerAxis, PerTensor
 from jaxfp8.numerics._per_block import PerBlock
@@ -222,7 +222,7 @@ def format_of_config(config: Mapping[str, Any], where: str) -> Format:
 
 def _unknown(where: str, field: str, value: object, known: object) -> CheckpointError:
     return CheckpointError(
-        f"{where}: {field} is {value!r}, but {known} can be read. Pass format= if the file is in a "
+        f"{where}: {field} is {show(value)}, but {known} can be read. Pass format= if it is in a "
         "known format."
     )
 

@@ -4,10 +4,10 @@ Names and shapes are those that transformers 5.24 writes. What engines split and
 0.33 (`vllm/model_executor/models/`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jaxfp8._check import check_one_of, check_type
-from jaxfp8.checkpoint._names import LINEAR, AxisMap, Kind, Parallel, Row, default_path
+from jaxfp8.checkpoint._names import AxisMap, Kind, Parallel, Row, default_path
 
 _LAYER = "model.layers.{layer}."
 
@@ -120,7 +120,7 @@ def names(
         path without a placeholder stacks the tensors along leading axes, as `nn.scan` does.
         Default: {}. A parameter is then at the name of the file, with flax's word for the last
         key: "model/layers/0/mlp/up_proj/kernel".
-      axes: the axes of matrices by the name of their module, if they are not [in, out]:
+      axes: the axes of weights by the name of their module, if a kernel is not [in, out]:
         {"model.layers.{layer}.self_attn.q_proj": "(heads features) in -> in heads features"}. A
         bias follows.
 
@@ -147,6 +147,19 @@ def names(
     return tuple(_placed(row, modules, axes) for row in LAYOUTS[layout])
 
 
+def rows_of_names(names: Sequence[Row] | str | None) -> tuple[Row, ...] | None:
+    """The rows that an argument `names` says. None: those of the parameters themselves."""
+    if isinstance(names, str):
+        check_one_of("names", names, tuple(LAYOUTS))
+        return LAYOUTS[names]
+    if names is None:
+        return None
+    rows = tuple(names)
+    for row in rows:
+        check_type("names", row, Row, "fp8.checkpoint.Rows, such as fp8.checkpoint.names(...)")
+    return rows
+
+
 def _begins(module: str, name: str) -> bool:
     return name.startswith(f"{module}.")
 
@@ -159,7 +172,7 @@ def _placed(row: Row, modules: Mapping[str, str], axes: Mapping[str, str]) -> Ro
         below = path[len(module) + 1 :]  # dots and slashes are as long
         path = f"{modules[module]}/{below}" if modules[module] else below
     text = axes.get(row.module, "")
-    if text and row.kind not in LINEAR:
+    if text and row.name.endswith(".bias"):
         without = AxisMap.parse(text).without_input()
         left = " ".join(f"({' '.join(group)})" for group in without.of_file)
         text = f"{left} -> {' '.join(without.of_parameter)}"

@@ -12,12 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8._typing import PyTree
-from jaxfp8.checkpoint._encode import dequantize_rows, pieces_of
+from jaxfp8.checkpoint._encode import dequantize_rows, narrowed, pieces_of
 from jaxfp8.checkpoint._formats import VALUES, Format, format_named, format_of_config, numpy_dtype
 from jaxfp8.checkpoint._grid import Scales, as_dtype, grid_of
+from jaxfp8.checkpoint._layouts import rows_of_names
 from jaxfp8.checkpoint._names import Entry, Row, entries_of, mirrored, parameters_of
-from jaxfp8.checkpoint._safetensors import Checkpoint, CheckpointError, TensorSpec
-from jaxfp8.numerics._formats import E8M0
+from jaxfp8.checkpoint._safetensors import (
+    MOST_JSON_BYTES,
+    Checkpoint,
+    CheckpointError,
+    TensorSpec,
+    show,
+)
+from jaxfp8.numerics._exact import LARGEST, TINY
+from jaxfp8.numerics._formats import E4M3, E8M0
 from jaxfp8.ops._quantize_params import path_name, requantize
 from jaxfp8.state._saved import holds, listed
 from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
@@ -37,7 +45,7 @@ def load(
     path: str | os.PathLike[str],
     like: PyTree,
     *,
-    names: Sequence[Row] | None = None,
+    names: Sequence[Row] | str | None = None,
     format: str | Format | None = None,
     skip: Sequence[str] = (),
 ) -> PyTree:
@@ -87,7 +95,8 @@ def load(
     if isinstance(skip, str):
         raise TypeError(f'skip={skip!r} must be patterns of tensors: skip=("*.inv_freq",).')
     parameters = parameters_of(like)
-    rows = mirrored(parameters) if names is None else tuple(names)
+    given = rows_of_names(names)
+    rows = mirrored(parameters) if given is None else given
     with Checkpoint(path) as file:
         known = format_named(format) or _format_of(Path(file.path).parent)
         found = _find(file, entries_of(rows, parameters), parameters, known, tuple(skip))
@@ -108,6 +117,8 @@ def _format_of(folder: Path) -> Format | None:
         file = folder / name
         if not file.is_file():
             continue
+        if file.stat().st_size > MOST_JSON_BYTES:
+            raise CheckpointError(f"{file} has more than {MOST_JSON_BYTES} bytes.")
         try:
             config = json.loads(file.read_text())
         except (ValueError, RecursionError) as error:
@@ -119,7 +130,7 @@ def _format_of(folder: Path) -> Format | None:
         if (own := config.get(key)) is None:
             continue
         if not isinstance(own, Mapping):
-            raise CheckpointError(f"{file}: {key} must be an object, and is {own!r}.")
+            raise CheckpointError(f"{file}: {key} must be an object, and is {show(own)}.")
         return format_of_config(own, str(file))
     return None
 
@@ -195,6 +206,8 @@ def _scale_of(
 
 def _misfit(entry: Entry, spec: TensorSpec, leaf: Any) -> str:
     """Why a parameter cannot hold a tensor in high precision; empty if it can."""
+    if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+        return f"is for {leaf.dtype}, which JAX has with jax_enable_x64 only"
     if holds(jnp.dtype(leaf.dtype), spec.dtype):
         return ""
     return (
@@ -236,10 +249,11 @@ def _array(
     out = np.empty(shape, numpy_dtype(dtype))
     for entry, spec, name in found:
         scales = None if name is None or format is None else _scales(file, name, spec, format)
-        for rows in pieces_of(spec.shape, entry.axes.step(entry.shape)):
+        for rows in pieces_of(entry, format):
             part = file.read(entry.name, *_bounds(spec, rows))
             if scales is not None:
-                part = dequantize_rows(part, scales.spread(rows), out.dtype)
+                wide = dequantize_rows(part, scales.spread(rows))
+                part = narrowed(entry.name, wide, out.dtype)
             region = entry.region(rows)
             part = part.astype(out.dtype, copy=False)
             out[region] = entry.axes.from_file(part, tuple(r.stop - r.start for r in region))
@@ -256,11 +270,14 @@ def _scales(file: Checkpoint, name: str, spec: TensorSpec, format: Format) -> Sc
     if scale.dtype == np.uint8:
         scale = scale.view(E8M0.dtype)
     wide = scale.astype(np.float32)
-    if not np.all(np.isfinite(wide) & (wide > 0)):
-        bad = wide[~(np.isfinite(wide) & (wide > 0))][0]
+    # Scales of casts are normal numbers, and no value times its scale is above float32's largest.
+    least = 0.0 if scale.dtype == E8M0.dtype else TINY
+    fits = (wide > 0) & (wide >= least) & (wide <= LARGEST / E4M3.max * (1 + 1e-6))
+    if not np.all(fits):
         raise CheckpointError(
-            f"{file.path}: {name} holds {bad}, and a scale must be positive and finite. Copy or "
-            "download the file again."
+            f"{file.path}: {name} holds {wide[~fits].flat[0]}, and a scale must be positive, "
+            "finite, and not so large that values overflow float32. Copy or download the file "
+            "again."
         )
     scale = scale if scale.dtype == E8M0.dtype else wide
     cells = [-(-n // side) for n, side in zip(spec.shape, format.sides(spec.shape), strict=True)]
@@ -292,7 +309,7 @@ def _weight(
                 "an array, and cast it."
             )
         grid.put(scales, fitted)
-        for rows in pieces_of(spec.shape, entry.axes.step(entry.shape)):
+        for rows in pieces_of(entry, format):
             region = entry.region(rows)
             part = file.read(entry.name, rows.start, rows.stop)
             values[region] = entry.axes.from_file(part, tuple(r.stop - r.start for r in region))

@@ -11,12 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxfp8._check import check_type
 from jaxfp8._typing import Axes, PyTree
 from jaxfp8.ops._quantize_params import path_name
 from jaxfp8.state._saved import listed
+from jaxfp8.state._state import is_state
 from jaxfp8.weights._quantized_weight import is_weight
 
 Kind: TypeAlias = Literal["linear", "router", "head", "embedding", "norm", "plain"]
@@ -26,6 +28,8 @@ _LEAF = {"linear": "kernel", "router": "kernel", "head": "kernel", "embedding": 
 """What flax calls the parameter of a module that the file calls `weight`."""
 LINEAR = ("linear", "router", "head")
 """Kinds whose matrix [out, in] is a kernel [in, out] in flax."""
+
+_PLACEHOLDER, _BRACES = re.compile(r"\{([a-z_]\w*)\}"), re.compile(r"[{}]")
 
 # Axes: from the order of a file to the order of a parameter.
 
@@ -155,6 +159,12 @@ class Row:
     def __post_init__(self) -> None:
         for field in ("name", "path", "axes"):
             check_type(field, getattr(self, field), str, "a string")
+        for text in (self.name, self.path):
+            if _BRACES.search(_PLACEHOLDER.sub("", text)) or {"in", "out"} & {*_placeholders(text)}:
+                raise ValueError(
+                    f"{text!r} has braces that are no placeholder. A placeholder is a word for a "
+                    'number, such as {layer}, and not "in" or "out".'
+                )
         if self.kind not in get_args(Kind) or self.parallel not in (None, *get_args(Parallel)):
             raise ValueError(
                 f"kind={self.kind!r} must be one of {get_args(Kind)}, and parallel="
@@ -221,28 +231,29 @@ def default_path(name: str, kind: Kind) -> str:
 
 
 def _placeholders(text: str) -> list[str]:
-    return re.findall(r"\{(\w+)\}", text)
+    return _PLACEHOLDER.findall(text)
 
 
 def mirrored(parameters: Mapping[str, Any]) -> tuple[Row, ...]:
     """Rows for parameters of any model: names of files are paths with dots.
 
     The last words are those of Hugging Face: a kernel [in, out] is a `weight`, as are an embedding
-    and a scale. `lm_head` is what loaders call a head, which they never have in FP8.
+    and a scale. `lm_head` is what loaders call a head, which they never have in FP8. Kernels with
+    other axes keep their names, and a checkpoint without FP8 has them as they are.
     """
     rows = []
     for path, leaf in parameters.items():
         *module, last = path.split("/")
         kinds: dict[str, Kind] = {"kernel": "linear", "embedding": "embedding", "scale": "norm"}
         kind = kinds.get(last, "plain")
-        if kind == "linear" and module[-1:] == ["lm_head"]:
+        if kind == "linear" and len(leaf.shape) != 2:
+            kind = "plain"
+        elif kind == "linear" and module[-1:] == ["lm_head"]:
             kind = "head"
-        if kind in LINEAR and len(leaf.shape) != 2:
+        if _BRACES.search(path):
             raise ValueError(
-                f"{path} has {len(leaf.shape)} axes, {list(leaf.shape)}, so its name does not say "
-                "which are outputs and inputs. Pass names=, with a row for it: "
-                'fp8.checkpoint.Row(name="attention.q.weight", path="attention/q/kernel", '
-                'kind="linear", axes="(heads features) in -> in heads features").'
+                f"{path} has braces, which mark placeholders in names of tensors. Rename the key, "
+                "or pass names=."
             )
         name = ".".join([*module, "weight" if kind != "plain" else last])
         rows.append(Row(name=name, path=path, kind=kind))
@@ -292,9 +303,10 @@ def parameters_of(params: PyTree) -> dict[str, Any]:
     """
 
     def is_end(node: Any) -> bool:
-        return is_weight(node) or isinstance(node, nnx.Variable)
+        return is_weight(node) or is_state(node) or isinstance(node, nnx.Variable)
 
     found: dict[str, Any] = {}
+    variables: dict[int, str] = {}
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_end):
         name = path_name(path)
         if isinstance(node, nnx.Variable):
@@ -302,11 +314,18 @@ def parameters_of(params: PyTree) -> dict[str, Any]:
                 continue
             # This path ends at the Variable. Its attribute of a module may be called `value`.
             name = jax.tree_util.keystr(path, simple=True, separator="/")
+            if (other := variables.setdefault(id(node), name)) != name:
+                raise ValueError(
+                    f"{other} and {name} are one Variable. Its two copies would differ after the "
+                    "next step. Pass nnx.state(model, nnx.Param), which has it once, and update "
+                    "the model: nnx.update(model, loaded)."
+                )
             node = node.get_value()
-        if not hasattr(node, "shape"):
+        if not hasattr(node, "shape") or jnp.issubdtype(node.dtype, jax.dtypes.extended):
+            shown = "quantizer state" if is_state(node) else repr(node)
             raise TypeError(
-                f"{name} is {node!r}, but params must hold arrays and weights in FP8. "
-                "Pass the parameters only."
+                f"{name} is {shown[:200]}, but params must hold arrays and weights in FP8. Pass "
+                "the parameters only, variables['params'] of a linen model."
             )
         if name in found:
             raise ValueError(f"two parameters have the path {name}. Rename one of their keys.")

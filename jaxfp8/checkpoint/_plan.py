@@ -9,19 +9,22 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfp8._check import check_int
 from jaxfp8._typing import DType, FP8StateError, PyTree
 from jaxfp8.checkpoint._encode import FileTensor, How, encode, specs_of
 from jaxfp8.checkpoint._formats import Format, format_named
 from jaxfp8.checkpoint._grid import grid_of, read_region
+from jaxfp8.checkpoint._layouts import rows_of_names
 from jaxfp8.checkpoint._names import LINEAR, Entry, Row, entries_of, mirrored, parameters_of
 from jaxfp8.checkpoint._safetensors import TensorSpec
 from jaxfp8.ops._quantize_params import find_state, states_by_path
-from jaxfp8.weights._quantized_weight import is_weight
+from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
 
-Names: TypeAlias = Sequence[Row] | None
+Names: TypeAlias = Sequence[Row] | str | None
 
 # The plan: what becomes of each parameter.
 
@@ -72,19 +75,25 @@ def plan_of(
         if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
             raise ValueError(f"dtype={dtype} must be a float of 16 bits or more, or None.")
     parameters = parameters_of(params)
-    rows = mirrored(parameters) if names is None else tuple(names)
+    for path, leaf in parameters.items():
+        if not isinstance(leaf, jax.Array | np.ndarray | QuantizedWeight):
+            raise TypeError(f"{path} is {leaf!r}, but an export needs arrays. Pass the parameters.")
+    given = rows_of_names(names)
+    rows = mirrored(parameters) if given is None else given
     entries = entries_of(rows, parameters)
     trained = any(is_weight(leaf) for leaf in parameters.values())
     used: set[str] = set()
 
     def in_fp8(entry: Entry) -> bool:
-        if entry.row.kind not in LINEAR:
+        is_kernel = given is None and entry.path.endswith("kernel")
+        if not is_kernel and entry.row.kind not in LINEAR:
             return False
         ignored = [each for each in ignore if fnmatch.fnmatchcase(entry.module, each)]
         used.update(ignored)
         # Layers that training left in high precision stay there.
         is_fp8 = is_weight(parameters[entry.path]) or not trained
-        return chosen is not None and entry.row.kind == "linear" and not ignored and is_fp8
+        wanted = chosen is not None and not ignored and is_fp8
+        return wanted and (entry.row.kind == "linear" or (is_kernel and entry.row.kind == "plain"))
 
     chosen_entries = {entry.name: in_fp8(entry) for entry in entries}
     if unused := [each for each in ignore if each not in used]:
@@ -92,12 +101,21 @@ def plan_of(
             f"ignore={unused} match no linear layer. The modules are "
             f"{[e.module for e in entries if e.row.kind in LINEAR][:12]}."
         )
-    items = []
+    items: list[Item] = []
+    owners: dict[str, Entry] = {}
     groups = _groups(entries)
     for entry in entries:
         leaf = parameters[entry.path]
         use = chosen if chosen_entries[entry.name] else None
+        if use is not None:
+            _check_matrix(entry, use, leaf)
         specs = specs_of(entry, leaf, use, dtype)
+        for name in specs:
+            if (other := owners.setdefault(name, entry)) is not entry:
+                raise ValueError(
+                    f"{other.path} and {entry.path} are both the tensor {name}, one of them as a "
+                    "scale. Rename the parameter."
+                )
         if use is None:
             items.append(Item(entry, leaf, use, specs))
             continue
@@ -107,7 +125,6 @@ def plan_of(
                 f"{entry.module} is in FP8, but engines merge it with {kept}, which are not. Add "
                 f"it to ignore=, or export all of them in FP8: ignore=({entry.module!r},)."
             )
-        _check_matrix(entry, use, leaf)
         order = [rows.index(each.row) for each in group]
         whole = bool(order) and rows.index(entry.row) < max(order)
         _check_split(entry, use, tensor_parallel, whole=whole)
@@ -139,8 +156,9 @@ def _check_matrix(entry: Entry, format: Format, leaf: Any) -> None:
     if len(shape) != 2 or 0 in shape:
         raise ValueError(
             f"{entry.path} is the tensor {entry.name} {list(shape)}, but {format.name!r} needs a "
-            "matrix [out, in]. Say in the row what its axes are: "
-            'Row(axes="(heads features) in -> in heads features").'
+            "matrix [out, in]. Pass names=, with a row that says which axes are outputs and "
+            'inputs: fp8.checkpoint.Row(name="attention.q.weight", path="attention/q/kernel", '
+            'kind="linear", axes="(heads features) in -> in heads features").'
         )
     if not is_weight(leaf) and not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise ValueError(

@@ -62,7 +62,7 @@ _CURE = (
 # A hostile name or value can be as long as a header.
 _SHORT = reprlib.Repr()
 _SHORT.maxstring, _SHORT.maxother = 120, 120
-_show = _SHORT.repr
+show = _SHORT.repr
 
 
 class CheckpointError(ValueError):
@@ -120,17 +120,17 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         if type(self.metadata) is not dict or any(
             type(value) is not str for value in self.metadata.values()
         ):
-            raise ValueError(f"{_METADATA}={_show(self.metadata)} must be a dict of texts")
+            raise ValueError(f"{_METADATA}={show(self.metadata)} must be a dict of texts")
         found = []
         for name, entry in header.items():
-            with _named(f"{self.path}: tensor {_show(name)}"):
+            with _named(f"{self.path}: tensor {show(name)}"):
                 found.append((*_read_entry(entry), name))
         found.sort(key=lambda each: each[:2])
         self.specs, self._begins, end = {}, {}, 0
         for begin, next_end, spec, name in found:
             if begin != end:
                 raise ValueError(
-                    f"data_offsets=[{begin}, {next_end}] of tensor {_show(name)} must begin at "
+                    f"data_offsets=[{begin}, {next_end}] of tensor {show(name)} must begin at "
                     f"{end}, where the data before it ends"
                 )
             self.specs[name], self._begins[name], end = spec, 8 + length + begin, next_end
@@ -146,13 +146,13 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
             stop = spec.rows if stop is None else stop
             if not shape or not 0 <= start <= stop <= spec.rows:
                 raise ValueError(
-                    f"start={start!r} and stop={stop!r} must be rows of tensor {_show(name)} in "
+                    f"start={start!r} and stop={stop!r} must be rows of tensor {show(name)} in "
                     f"{self.path}, whose shape is {shape}."
                 )
             shape = (stop - start, *shape[1:])
         values = np.empty(shape, spec.dtype)
         raw = values.reshape(-1).view(np.uint8)
-        with _named(f"{self.path}: tensor {_show(name)}"):
+        with _named(f"{self.path}: tensor {show(name)}"):
             _fill(self._file, self._begins[name] + start * spec.row_bytes, raw.data)
             # NumPy computes nonsense with other bytes.
             if spec.dtype == np.bool_ and raw.max(initial=0) > 1:
@@ -183,15 +183,15 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         if _METADATA in specs or any(type(text) is not str for text in texts):
             raise CheckpointError(
                 f"{self.path}: the names of tensors and the metadata must be texts, and "
-                f"{_METADATA} is no name of a tensor; got {_show(texts)}."
+                f"{_METADATA} is no name of a tensor; got {show(texts)}."
             )
         for name, spec in specs.items():
             if spec.dtype not in _CODES:
                 raise CheckpointError(
-                    f"{self.path}: tensor {_show(name)}: cannot write dtype {spec.dtype}, only "
+                    f"{self.path}: tensor {show(name)}: cannot write dtype {spec.dtype}, only "
                     f"{', '.join(map(str, _CODES))}. Cast it."
                 )
-            with _named(f"{self.path}: tensor {_show(name)}"):
+            with _named(f"{self.path}: tensor {show(name)}"):
                 _check_shape(spec)
         header: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}
         self._specs, self._begins, end = dict(specs), {}, 0
@@ -220,7 +220,7 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         if rows.dtype != spec.dtype or not fits or stop > spec.rows:
             raise CheckpointError(
                 f"{self.path}: rows of dtype {rows.dtype} and shape {rows.shape} do not fit tensor "
-                f"{_show(name)} of dtype {spec.dtype} and shape {spec.shape}. Before them {start} "
+                f"{show(name)} of dtype {spec.dtype} and shape {spec.shape}. Before them {start} "
                 f"rows were written."
             )
         self._file.seek(self._data + self._begins[name] + start * spec.row_bytes)
@@ -236,7 +236,7 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
                 if self._written[name] < spec.rows and spec.nbytes:
                     raise CheckpointError(
                         f"{self.path}: {self._written[name]} of {spec.rows} rows of tensor "
-                        f"{_show(name)} were written. Write all of them before it is closed."
+                        f"{show(name)} were written. Write all of them before it is closed."
                     )
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -312,7 +312,7 @@ def read_index(path: Path) -> dict[str, str]:
         # Its metadata may have any numbers. `float` reads those of many digits, too.
         weight_map = _parse(_fill(file, 0, bytearray(size)), float).get("weight_map")
         if type(weight_map) is not dict:
-            raise ValueError(f"weight_map={_show(weight_map)} must be a dict of names of files")
+            raise ValueError(f"weight_map={show(weight_map)} must be a dict of names of files")
         for name, file_name in weight_map.items():
             # A name with a folder, or with a drive of Windows, would read files elsewhere.
             if type(file_name) is not str or not (
@@ -321,7 +321,7 @@ def read_index(path: Path) -> dict[str, str]:
                 and set(file_name).isdisjoint("/\\:")
             ):
                 raise ValueError(
-                    f"weight_map puts tensor {_show(name)} into {_show(file_name)}. It must be the "
+                    f"weight_map puts tensor {show(name)} into {show(file_name)}. It must be the "
                     f"name of a file of this folder that ends with .safetensors"
                 )
     return weight_map
@@ -336,7 +336,7 @@ def _find_in_folder(path: str) -> str:
     if len(known) != 1:
         raise CheckpointError(
             f"{path} must hold {SINGLE}, {INDEX} or one other file that ends with .safetensors. It "
-            f"holds {_show(known)}. Give the path of a file instead of the folder."
+            f"holds {show(known)}. Give the path of a file instead of the folder."
         )
     return os.path.join(path, known[0])
 
@@ -346,7 +346,7 @@ def _open_shard(index: str, file: str) -> Reader:
         return Reader(os.path.join(os.path.dirname(index), file))
     except OSError as error:
         raise CheckpointError(
-            f"{index} names the file {_show(file)}, which cannot be opened: {error.strerror}. "
+            f"{index} names the file {show(file)}, which cannot be opened: {error.strerror}. "
             f"Copy or download all files of the folder."
         ) from error
 
@@ -356,16 +356,16 @@ def _compare(index: str, file: str, weight_map: dict[str, str], found: Iterable[
     expected = {name for name, other in weight_map.items() if other == file}
     for name in sorted(expected.symmetric_difference(found)):
         other = weight_map.get(name)
-        place = "does not name it" if other is None else f"puts it into {_show(other)}"
+        place = "does not name it" if other is None else f"puts it into {show(other)}"
         raise CheckpointError(
-            f"{index} {place}: tensor {_show(name)}. The file {_show(file)} "
+            f"{index} {place}: tensor {show(name)}. The file {show(file)} "
             f"{'does not have' if name in expected else 'has'} it. Copy or download all files of "
             f"the folder."
         )
 
 
 def _lacks(path: str, name: str, names: Iterable[str]) -> CheckpointError:
-    return CheckpointError(f"{path} has no tensor {_show(name)}. It has {_show(list(names))}.")
+    return CheckpointError(f"{path} has no tensor {show(name)}. It has {show(list(names))}.")
 
 
 @contextlib.contextmanager
@@ -401,7 +401,7 @@ def _fill(file: io.FileIO, begin: int, out: Any) -> Any:
 
 def _natural(text: str) -> int:
     if not (text.isdigit() and len(text) <= 20 and int(text) < 2**64):  # `-0` is none either
-        raise ValueError(f"the number {_show(text)} must be a whole one from 0 to 2^64 - 1")
+        raise ValueError(f"the number {show(text)} must be a whole one from 0 to 2^64 - 1")
     return int(text)
 
 
@@ -413,7 +413,7 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         keys = collections.Counter(key for key, _ in pairs)
-        raise ValueError(f"the key {_show(keys.most_common(1)[0][0])} is there twice")
+        raise ValueError(f"the key {show(keys.most_common(1)[0][0])} is there twice")
     for text in itertools.chain(found, found.values()):
         if type(text) is str:
             text.encode()  # half of a surrogate pair is an error
@@ -430,25 +430,25 @@ def _parse(raw: bytearray, number: Callable[[str], float]) -> dict[str, Any]:
         parse_constant=_no_constant,
     )
     if type(parsed) is not dict:
-        raise ValueError(f"the JSON {_show(parsed)} must be an object")
+        raise ValueError(f"the JSON {show(parsed)} must be an object")
     return parsed
 
 
 def _read_entry(entry: Any) -> tuple[int, int, TensorSpec]:
     """Where the data of a tensor begins and ends, and what the header says of it."""
     if type(entry) is not dict or entry.keys() != set(_FIELDS):
-        raise ValueError(f"{_show(entry)} must have {', '.join(_FIELDS)} and nothing else")
+        raise ValueError(f"{show(entry)} must have {', '.join(_FIELDS)} and nothing else")
     code, shape, offsets = (entry[field] for field in _FIELDS)
     if type(code) is not str or code not in _DTYPES:
-        raise ValueError(f"cannot read dtype {_show(code)}, only {', '.join(_DTYPES)}")
+        raise ValueError(f"cannot read dtype {show(code)}, only {', '.join(_DTYPES)}")
     for field, value in (("shape", shape), ("data_offsets", offsets)):
         if type(value) is not list or any(type(each) is not int for each in value):
-            raise ValueError(f"{field}={_show(value)} must be a list of whole numbers")
+            raise ValueError(f"{field}={show(value)} must be a list of whole numbers")
     spec = TensorSpec(_DTYPES[code], tuple(shape))
     _check_shape(spec)
     if len(offsets) != 2 or offsets[1] - offsets[0] != spec.nbytes:
         raise ValueError(
-            f"data_offsets={_show(offsets)} must be two that span {spec.nbytes} bytes, which dtype "
+            f"data_offsets={show(offsets)} must be two that span {spec.nbytes} bytes, which dtype "
             f"{code} of shape {shape} has"
         )
     return offsets[0], offsets[1], spec
@@ -461,7 +461,7 @@ def _check_shape(spec: TensorSpec) -> None:
     is_shape = len(shape) <= _MOST_AXES and all(type(size) is int and size >= 0 for size in shape)
     if not is_shape or math.prod(size or 1 for size in shape) * dtype.itemsize > _MOST_BYTES:
         raise ValueError(
-            f"shape={_show(shape)} must have at most {_MOST_AXES} axes, each a whole number, and "
+            f"shape={show(shape)} must have at most {_MOST_AXES} axes, each a whole number, and "
             f"at most {_MOST_BYTES} bytes"
         )
 

@@ -144,6 +144,18 @@ def test_experts_in_one_tensor_are_named_in_the_config(tmp_path):
     assert config["modules_to_not_convert"] == ["model.layers.0.mlp.experts", "lm_head"]
 
 
+def test_kernels_of_other_axes_stay_if_nobody_wants_them_in_fp8(tmp_path):
+    params = {"conv": {"kernel": normal(0, 3, 3, 8, 16)}, "up": {"kernel": normal(1, 256, 128)}}
+    weights = fp8.quantize_params(
+        params, fp8.recipes.blockwise(), rules=[("up/kernel", fp8.weights.WeightAxes())]
+    )
+    cases = ((params, None, ()), (params, "hf-fp8", ("conv",)), (weights, "hf-fp8", ()))
+    for tree_, fmt, ignore in cases:
+        checkpoint.export(tree_, tmp_path, format=fmt, ignore=ignore)
+        assert same(read_folder(tmp_path)["conv.kernel"], params["conv"]["kernel"])
+        assert same(checkpoint.load(tmp_path, params)["conv"], params["conv"])
+
+
 def test_modules_to_ignore_and_the_head_are_named_in_the_config(tmp_path):
     layer = {
         "down_proj": {"kernel": normal(0, 384, 256)},
@@ -290,7 +302,7 @@ MESSAGES = {
     ),
     "axes": Message(
         ValueError, exported({"a": {"kernel": jnp.ones((2, 8, 16))}}),
-        "a/kernel has 3 axes", "outputs and inputs", "Row(",
+        "a.kernel [2, 8, 16]", "outputs and inputs", "Row(",
     ),
     "two_names": Message(
         ValueError,
