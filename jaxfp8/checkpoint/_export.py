@@ -56,14 +56,16 @@ def export(
     Matrices of linear layers are written in FP8, other parameters as they are. If `params` has
     weights in FP8 (`fp8.quantize_params`), these are written in FP8 and no others: their values and
     scales go out as they are if the format can hold the scales, and are cast again otherwise.
+    Embeddings, heads and routers are never in FP8. If `params` has them in FP8, they are
+    dequantized: exclude them by `rules=` of `fp8.quantize_params`.
     Without weights in FP8, all matrices are cast by the rule of the format.
 
     Tensors are made and written in pieces. Files are written beside those that are there, and
     renamed when all are complete. So an export that fails leaves the old files.
 
     Args:
-      params: the parameters of a linen model, an nnx model, or any tree of arrays and
-        `QuantizedWeight`s. Arrays may be split over the devices of this process.
+      params: the parameters of a linen model (`variables["params"]`), an nnx model, or any tree of
+        arrays and `QuantizedWeight`s. Arrays may be split over the devices of this process.
       path: a folder. It is made if it is missing. Files of other names stay.
       format: "hf-fp8", "hf-fp8-ue8m0", "compressed-tensor", "compressed-channel",
         "compressed-block", "compressed-mxfp8", "modelopt-fp8" (see `FORMATS`), or None for a
@@ -74,7 +76,8 @@ def export(
       config: the config of the model, as a dict or as the path of a config.json or of its folder.
         The file gets its fields and the `quantization_config`. Default: those of a config.json that
         is at `path`, or none.
-      ignore: patterns of names of modules that stay in high precision: ("*.down_proj",).
+      ignore: patterns of names of modules that stay in high precision: ("*.down_proj",). Of
+        matrices that engines merge, name all: ("*.gate_proj", "*.up_proj").
       dtype: the dtype of parameters in high precision, bfloat16 for instance. Default: their own.
       state: quantizer state of training, for a format with scales of inputs ("modelopt-fp8").
       tensor_parallel: over how many devices an engine will split the matrices.

@@ -32,7 +32,7 @@ class Format:
 
     Attributes:
       name: what `export` and `weights` call it.
-      cells: "tensor", "channel" (a scale for each output), or the sides of a block.
+      cells: what has one scale: "tensor", "channel" (an output), or the sides of a block.
       scale_name: the last word of the name of the scale.
       also_read: other last words that files of this format have.
       scale_dtype: float32 or float8_e8m0fnu; uint8 stores the exponents of E8M0.

@@ -115,14 +115,14 @@ def names(
     Args:
       layout: "llama" (also Mistral), "qwen" (Qwen 2 and 3, dense or with experts), "gemma" (2 and
         3, text), "mixtral", "deepseek" (V2 and V3) or "gpt_oss".
-      modules: paths of modules by their names in the file. The longest name that is the beginning
-        of another one decides, so {"model.layers.{layer}": "blocks/{layer}"} moves all below. A
-        path without a placeholder stacks the tensors along leading axes, as `nn.scan` does.
-        Default: {}. A parameter is then at the name of the file, with flax's word for the last
-        key: "model/layers/0/mlp/up_proj/kernel".
+      modules: a dict from names of modules in the file to paths in the model. An entry holds for
+        all that is below it: {"model.layers.{layer}": "blocks/{layer}"}. The longest name decides.
+        An empty path is the root of the model. A path without the placeholder stacks the tensors
+        along leading axes, as `nn.scan` does. Default: {}. A path is then the name in the file,
+        with flax's word for the last key: "model/layers/0/mlp/up_proj/kernel".
       axes: the axes of weights by the name of their module, if a kernel is not [in, out]:
-        {"model.layers.{layer}.self_attn.q_proj": "(heads features) in -> in heads features"}. A
-        bias follows.
+        {"model.layers.{layer}.self_attn.q_proj": "(heads features) in -> in heads features"}. With
+        stacked layers the right side has "layer", too. The axes of a bias follow.
 
     Returns:
       A tuple of `Row`s. Add rows for parameters that the family lacks.
@@ -131,7 +131,9 @@ def names(
       ValueError: if the layout is unknown, or if no row begins with a name of `modules` or `axes`.
 
     Example:
-      >>> rows = names("llama", {"model.layers.{layer}": "blocks/{layer}", "model": ""})
+      >>> import jaxfp8 as fp8
+      >>> paths = {"model.layers.{layer}": "blocks/{layer}", "model": ""}
+      >>> rows = fp8.checkpoint.names("llama", paths)
       >>> [row.found_at for row in rows][:3]
       ['embed_tokens/embedding', 'norm/scale', 'lm_head/kernel']
     """

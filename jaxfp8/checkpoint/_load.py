@@ -66,9 +66,9 @@ def load(
 
     Args:
       path: a folder, a file or an index.
-      like: the parameters of a linen model, an nnx model, or any tree of arrays and
-        `QuantizedWeight`s, also of `jax.ShapeDtypeStruct`s from `jax.eval_shape`. Arrays get the
-        dtypes and shardings of these.
+      like: the parameters of a linen model (`variables["params"]`), an nnx model, or any tree of
+        arrays and `QuantizedWeight`s, also of `jax.ShapeDtypeStruct`s from `jax.eval_shape`. The
+        result has their dtypes and shardings.
       names: the `Row`s that say which tensor is which parameter, as for `export`.
       format: the format of the file. Default: what config.json or hf_quant_config.json says.
       skip: patterns of names of tensors that the model does not have: ("*.inv_freq",).

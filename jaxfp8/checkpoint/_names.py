@@ -125,15 +125,15 @@ class Row:
     """One kind of tensor of a file, and the parameter that it is.
 
     Attributes:
-      name: of the tensor in the file, with placeholders for numbers:
+      name: the name of the tensor in the file, with placeholders for numbers:
         "model.layers.{layer}.mlp.up_proj.weight".
-      path: of the parameter, with "/" between keys: "layers/{layer}/mlp/up_proj/kernel". Default:
-        the name with flax's word for the last key. A placeholder that is not in the path is an axis
-        of the parameter, which stacks the tensors.
+      path: the path of the parameter, with "/" between keys: "layers/{layer}/mlp/up_proj/kernel".
+        Default: the name with flax's word for the last key. A placeholder that is not in the path
+        is an axis of the parameter, which stacks the tensors.
       axes: the axes of the tensor, an arrow, and the axes of the parameter, as in
-        "(heads features) in -> in heads features". Placeholders are among those of the parameter.
-        Default: "out in -> in out" for matrices of linear layers, and else the same axes. Stacked
-        axes lead.
+        "(heads features) in -> in heads features". A placeholder that is an axis is on the right
+        side, too: "out in -> layer in out". Default: "out in -> in out" for matrices of linear
+        layers, otherwise the same axes on both sides. In the default, stacked axes come first.
       kind: "linear" (a format may write it in FP8), "router" or "head" (linear, but never in FP8),
         "embedding", "norm" or "plain".
       parallel: how a serving engine splits the matrix over devices: its "columns" (outputs), its
