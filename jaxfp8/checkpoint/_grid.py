@@ -233,7 +233,8 @@ def grid_of(entry: Entry, weight: QuantizedWeight) -> Grid:
         raise ValueError(
             f"{entry.path} is {weight}, whose matmul has the axes {merged} after {lead} stacked "
             f"ones. The tensor {entry.name} has the axes {entry.axes.of_file}. Name the axes of "
-            "the file in the order of the matmul, or take the weight before its cast."
+            "the file in the order of the matmul, or take the weight before its cast. Layers of "
+            "nn.scan are cast by rules=[(..., fp8.weights.WeightAxes(stacked=1))]."
         )
     if not counts:
         none = (np.zeros(size, np.int64) for size in shape)

@@ -275,7 +275,7 @@ def _scales(file: Checkpoint, name: str, spec: TensorSpec, format: Format) -> Sc
     fits = (wide > 0) & (wide >= least) & (wide <= LARGEST / E4M3.max * (1 + 1e-6))
     if not np.all(fits):
         raise CheckpointError(
-            f"{file.path}: {name} holds {wide[~fits].flat[0]}, and a scale must be positive, "
+            f"{file.path}: {name} holds {wide[~fits].flat[0]!s}, and a scale must be positive, "
             "finite, and not so large that values overflow float32. Copy or download the file "
             "again."
         )

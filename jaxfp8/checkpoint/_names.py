@@ -5,6 +5,7 @@ applies rows to the parameters of a model.
 """
 
 import dataclasses
+import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -362,10 +363,13 @@ def entries_of(rows: Sequence[Row], parameters: Mapping[str, Any]) -> list[Entry
                     "placeholder for what tells them apart."
                 )
     if missing:
+        paths = [row.found_at for row in rows]
+        near = difflib.get_close_matches(missing[0], paths, n=3, cutoff=0)
         raise ValueError(
-            f"no row of names= has the path of these parameters:\n{listed(missing)}\nThe paths of "
-            f"the rows are {[row.found_at for row in rows][:12]}. Name the modules of your model "
-            "in fp8.checkpoint.names(layout, {...}), or write rows of your own."
+            f"no row of names= has the path of these parameters:\n{listed(missing)}\n"
+            f"The paths of rows that are nearest to the first one are {near}. Name the modules of "
+            "your model in fp8.checkpoint.names(layout, {...}), or write rows of your own. Pass "
+            "the parameters only, variables['params'] of a linen model."
         )
     return list(entries.values())
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfp8._check import check_int
+from jaxfp8._check import check_int, check_one_of
 from jaxfp8._typing import DType, FP8StateError, PyTree
 from jaxfp8.checkpoint._encode import FileTensor, How, encode, specs_of
 from jaxfp8.checkpoint._formats import Format, format_named
@@ -21,6 +21,7 @@ from jaxfp8.checkpoint._grid import grid_of, read_region
 from jaxfp8.checkpoint._layouts import rows_of_names
 from jaxfp8.checkpoint._names import LINEAR, Entry, Row, entries_of, mirrored, parameters_of
 from jaxfp8.checkpoint._safetensors import TensorSpec
+from jaxfp8.numerics._formats import FLOAT_DTYPES
 from jaxfp8.ops._quantize_params import find_state, states_by_path
 from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
 
@@ -71,9 +72,9 @@ def plan_of(
     if isinstance(ignore, str) or not all(isinstance(each, str) for each in ignore):
         raise TypeError(f'ignore={ignore!r} must be patterns of modules: ignore=("*.down_proj",).')
     if dtype is not None:
+        name = getattr(dtype, "name", None) or getattr(dtype, "__name__", dtype)
+        check_one_of("dtype", name, FLOAT_DTYPES)
         dtype = jnp.dtype(dtype)
-        if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-            raise ValueError(f"dtype={dtype} must be a float of 16 bits or more, or None.")
     parameters = parameters_of(params)
     for path, leaf in parameters.items():
         if not isinstance(leaf, jax.Array | np.ndarray | QuantizedWeight):
@@ -127,7 +128,7 @@ def plan_of(
             )
         order = [rows.index(each.row) for each in group]
         whole = bool(order) and rows.index(entry.row) < max(order)
-        _check_split(entry, use, tensor_parallel, whole=whole)
+        _check_split(entry, use, tensor_parallel, whole=whole, group=group)
         peers = tuple((e, parameters[e.path]) for e in group)
         if use.cells == "tensor":
             _check_shared(entry, leaf, peers, use)
@@ -167,7 +168,9 @@ def _check_matrix(entry: Entry, format: Format, leaf: Any) -> None:
         )
 
 
-def _check_split(entry: Entry, format: Format, devices: int, *, whole: bool) -> None:
+def _check_split(
+    entry: Entry, format: Format, devices: int, *, whole: bool, group: Sequence[Entry]
+) -> None:
     """Raise ValueError if an engine cannot load the blocks of a matrix.
 
     Rules of vLLM 0.33, `validate_fp8_block_shape`, and SGLang 0.5.23, `fp8.py`. Engines merge
@@ -187,10 +190,13 @@ def _check_split(entry: Entry, format: Format, devices: int, *, whole: bool) -> 
         why = why or f"engines merge it with the others of {row.merged!r}"
     else:
         return
+    names = {each.module.rpartition(".")[2] for each in (entry, *group)}
+    ignore = tuple(f"*.{name}" if "." in entry.module else name for name in sorted(names))
+    fewer = ", fewer devices (tensor_parallel=)" if by_rows * by_columns > 1 else ""
     raise ValueError(
         f"{entry.name} {[n, k]}: {why or 'the last block must be whole'}. That cuts its {cut} of "
-        f"{format.name!r}. Use format='compressed-channel', fewer devices (tensor_parallel=), or "
-        f"leave it and what engines merge with it in high precision: ignore=({entry.module!r},)."
+        f"{format.name!r}. Use format='compressed-channel'{fewer}, or leave such layers in high "
+        f"precision: ignore={ignore}."
     )
 
 

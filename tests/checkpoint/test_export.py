@@ -30,6 +30,7 @@ from weight_files import (
 import jaxfp8 as fp8
 from jaxfp8 import checkpoint
 from jaxfp8.checkpoint import Row
+from jaxfp8.checkpoint._formats import format_of_config
 
 FORMATS = [*CELLS]
 
@@ -187,6 +188,117 @@ def test_modules_to_ignore_and_the_head_are_named_in_the_config(tmp_path):
     checkpoint.export(params, tmp_path, format="hf-fp8", names=names)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert config["modules_to_not_convert"] == ["lm_head"]
+
+
+FP8_8 = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+def compressed(format, weights, inputs, **more):
+    group = {
+        "targets": ["Linear"],
+        "weights": FP8_8 | more | {"dynamic": False} | weights,
+        "input_activations": FP8_8 | more | {"dynamic": True} | inputs,
+    }
+    return {
+        "quant_method": "compressed-tensors", "format": format,
+        "quantization_status": "compressed", "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }  # fmt: skip
+
+
+FINE_GRAINED = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"],
+}  # fmt: skip
+OF_MODELOPT = {"dynamic": False, "num_bits": 8, "type": "float"}
+CONFIGS = {
+    "hf-fp8": FINE_GRAINED,
+    "hf-fp8-ue8m0": FINE_GRAINED | {"scale_fmt": "ue8m0"},
+    "compressed-tensor": compressed(
+        "float-quantized", {"strategy": "tensor"}, {"strategy": "tensor"}
+    ),
+    "compressed-channel": compressed(
+        "float-quantized", {"strategy": "channel"}, {"strategy": "token"}
+    ),
+    "compressed-block": compressed(
+        "float-quantized", {"strategy": "block", "block_structure": [128, 128]},
+        {"strategy": "group", "group_size": 128},
+    ),
+    "compressed-mxfp8": compressed(
+        "mxfp8-quantized", {"strategy": "group", "group_size": 32},
+        {"strategy": "group", "group_size": 32}, scale_dtype="torch.uint8",
+    ),
+    "modelopt-fp8": {
+        "quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"],
+        "producer": {"name": "modelopt"},
+        "config_groups": {"group_0": {
+            "input_activations": OF_MODELOPT, "weights": OF_MODELOPT, "targets": ["Linear"]}},
+    },
+}  # fmt: skip
+"""What loaders were seen to need. A field that is missing or wrong is silent in some of them."""
+
+
+@pytest.mark.parametrize("fmt", checkpoint.FORMATS)
+def test_configs_have_the_fields_that_loaders_read(fmt, tmp_path):
+    params = {"up": {"kernel": normal(0, 256, 128)}, "lm_head": {"kernel": normal(1, 256, 64)}}
+    state = fp8.init_state(fp8.recipes.delayed())
+    state = {"up": {"kernel": dataclasses.replace(state, scale=state.scale + 1)}}
+    given = {"state": state} if fmt == "modelopt-fp8" else {}
+    checkpoint.export(params, tmp_path, format=fmt, config={"model_type": "x"}, **given)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config == {"model_type": "x", "quantization_config": CONFIGS[fmt]}
+    assert format_of_config(config["quantization_config"], "").name == fmt
+    nested = tmp_path / "hf_quant_config.json"
+    assert nested.exists() == (fmt == "modelopt-fp8")
+    if nested.exists():
+        assert json.loads(nested.read_text()) == {
+            "producer": {"name": "modelopt"},
+            "quantization": {
+                "quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]
+            },
+        }  # fmt: skip
+    raw = (tmp_path / "model.safetensors").read_bytes()
+    assert raw[8:].startswith(b'{"__metadata__":{"format":"pt"},')
+    checkpoint.export(params, tmp_path, format=None)  # nothing of the format stays
+    assert json.loads((tmp_path / "config.json").read_text()) == {"model_type": "x"}
+    assert not nested.exists()
+
+
+def test_the_config_is_replaced_last(tmp_path, monkeypatch):
+    """It says how to read the tensors."""
+    moved = []
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (moved.append(Path(b).name), replace(a, b)))
+    checkpoint.export(tree(), tmp_path, format="hf-fp8", max_shard_bytes=150_000)
+    assert moved[-2:] == ["model.safetensors.index.json", "config.json"]
+    assert len(moved) == 6
+
+
+def test_an_original_is_exported_where_the_format_casts(tmp_path):
+    """FP8 weights that have their originals lose nothing by a second cast."""
+    params = tree()
+    both = fp8.quantize_params(params, fp8.recipes.current())
+    checkpoint.export(both, tmp_path / "none", format=None)
+    checkpoint.export(params, tmp_path / "exact", format=None)
+    assert contents(tmp_path / "none") == contents(tmp_path / "exact")
+    done = checkpoint.export(both, tmp_path / "a", format="compressed-mxfp8")
+    assert done.how["blocks.0.up.weight"] == "cast"
+    checkpoint.export(params, tmp_path / "b", format="compressed-mxfp8")
+    assert same(read_folder(tmp_path / "a"), read_folder(tmp_path / "b"))
+    done = checkpoint.export(both, tmp_path / "a", format="compressed-channel")
+    assert done.how["blocks.0.up.weight"] == "as it is"
+
+
+def test_cells_of_a_format_of_ones_own(tmp_path, monkeypatch):
+    """Pieces begin at cells, however long these are."""
+    own = dataclasses.replace(checkpoint.FORMATS["hf-fp8"], name="own", cells=(192, 64))
+    w = normal(0, 130, 400)
+    monkeypatch.setattr("jaxfp8.checkpoint._encode.PIECE", 130 * 200)
+    checkpoint.export({"a": {"kernel": w}}, tmp_path, format=own)
+    codes, scale = oracle.quantize_tiles(np.asarray(w).T, "E4M3", (192, 64), "float32")
+    tensors = read_folder(tmp_path)
+    np.testing.assert_array_equal(tensors["a.weight"].view(np.uint8), codes)
+    np.testing.assert_array_equal(tensors["a.weight_scale_inv"], scale)
 
 
 # Files: several of them, the index, the configs, and what stays if an export fails.
@@ -347,7 +459,41 @@ MESSAGES = {
         "a scale for the inputs", "state=",
     ),
     "dtype": Message(
-        ValueError, exported(ONE, dtype=jnp.float8_e4m3fn), "float8_e4m3fn", "16 bits", "None"
+        ValueError, exported(ONE, dtype=jnp.float8_e4m3fn), "dtype='float8_e4m3fn'", "unknown",
+        "'bfloat16'",
+    ),
+    "dtype_by_a_wrong_name": Message(
+        ValueError, exported(ONE, dtype="bf16"), "dtype='bf16'", "unknown", "'bfloat16'"
+    ),
+    "variables": Message(
+        TypeError,
+        exported({"params": ONE, "fp8": {"a": fp8.init_state(fp8.recipes.delayed())}}),
+        "fp8/a is quantizer state", "arrays and weights in FP8", "variables['params']",
+    ),
+    "types": Message(
+        TypeError, exported(jax.eval_shape(lambda: ONE)), "a/kernel is ShapeDtypeStruct",
+        "needs arrays", "Pass the parameters",
+    ),
+    "keys": Message(
+        TypeError, exported({"a": jax.random.key(0)}), "a is", "arrays and weights", "parameters"
+    ),
+    "a_path_twice": Message(
+        ValueError, exported({"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}}), "two parameters",
+        "path a/b", "Rename",
+    ),
+    "a_name_of_a_scale": Message(
+        ValueError,
+        exported({"a": {"kernel": jnp.ones((8, 16)), "weight_scale_inv": jnp.ones(2)}}),
+        "a/kernel and a/weight_scale_inv", "a.weight_scale_inv", "Rename",
+    ),
+    "braces": Message(
+        ValueError, exported({"a{0}": jnp.ones(2)}), "a{0} has braces", "placeholders", "names="
+    ),
+    "names": Message(
+        ValueError, exported(ONE, names="bert"), "names='bert'", "unknown", "'llama'"
+    ),
+    "no_rows_but_text": Message(
+        TypeError, exported(ONE, names=["llama"]), "names='llama'", "Row", "names(...)"
     ),
     "not_floats": Message(
         ValueError, exported({"a": {"kernel": jnp.ones((8, 16), jnp.int32)}}), "a/kernel is int32",

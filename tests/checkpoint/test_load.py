@@ -195,6 +195,29 @@ def test_an_nnx_model_keeps_all_but_its_parameters(tmp_path):
     )
 
 
+class Tied(nnx.Module):
+    def __init__(self):
+        self.a = nnx.Param(jnp.ones((256, 128)))
+        self.value = nnx.Param(jnp.zeros((256, 128)))  # a name that Variables have, too
+
+
+def test_one_variable_at_two_places_is_refused(tmp_path):
+    """It would come back as two parameters, which the next step would move apart."""
+    model = Tied()
+    checkpoint.export(model, tmp_path, format=None)
+    loaded = checkpoint.load(tmp_path, Tied())
+    assert same(nnx.state(loaded), nnx.state(model))
+    model.value = model.a
+    with pytest.raises(ValueError, match=r"a and value are one Variable.*nnx\.state"):
+        checkpoint.export(model, tmp_path, format=None)
+    with pytest.raises(ValueError, match=r"a and value are one Variable.*nnx\.update"):
+        checkpoint.load(tmp_path, model)
+    once = nnx.state(model, nnx.Param)
+    checkpoint.export(once, tmp_path, format=None)
+    nnx.update(model, checkpoint.load(tmp_path, once))
+    assert model.value is model.a
+
+
 @pytest.mark.parametrize("file", [None, "hf-fp8"])
 def test_an_nnx_model_gets_weights_in_fp8(file, tmp_path):
     recipe = fp8.recipes.blockwise()
@@ -281,6 +304,18 @@ CASES = {
                                LIKE, {}, ("scale uint8[2, 3]", "needs float32[2, 3]", "a/kernel")),
     "negative_scale": (GOOD | {"a.weight_scale_inv": -SCALES}, CONFIG, LIKE, {},
                        ("a.weight_scale_inv holds -1.0", "positive", "again")),
+    "zero_scale": (GOOD | {"a.weight_scale_inv": 0 * SCALES}, CONFIG, LIKE, {},
+                   ("a.weight_scale_inv holds 0.0", "positive", "again")),
+    "inf_scale": (GOOD | {"a.weight_scale_inv": SCALES * np.inf}, CONFIG, LIKE, {},
+                  ("a.weight_scale_inv holds inf", "finite", "again")),
+    "large_scale": (GOOD | {"a.weight_scale_inv": SCALES * np.float32(1e38)}, CONFIG, LIKE, {},
+                    ("a.weight_scale_inv holds 1e+38", "overflow float32", "again")),
+    "subnormal_scale": (GOOD | {"a.weight_scale_inv": SCALES * np.float32(1e-40)}, CONFIG, LIKE,
+                        {}, ("a.weight_scale_inv holds 1e-40", "positive", "again")),
+    "vector": (GOOD | {"a.weight": VALUES[0]}, CONFIG, LIKE, {},
+               ("a.weight has the shape [384]", "[256, 384] is needed", "a/kernel")),
+    "float64": (GOOD, CONFIG, LIKE | {"n": {"scale": np.zeros(8)}}, {},
+                ("n.weight is for float64", "jax_enable_x64", "n/scale")),
     "nan_scale": (GOOD | {"a.weight_scale_inv": SCALES * np.nan}, CONFIG, LIKE, {},
                   ("a.weight_scale_inv holds nan", "finite", "again")),
     "no_config": (GOOD, None, LIKE, {}, ("a.weight is float8_e4m3fn", "no config", "Pass format=")),
@@ -320,6 +355,13 @@ def test_what_is_refused(name, tmp_path):
     error = CheckpointError if is_of_file else ValueError
     check(Message(error, lambda: checkpoint.load(tmp_path, like, **options), *parts))
     assert contents(tmp_path) == before
+
+
+def test_numbers_that_the_model_cannot_hold_are_refused(tmp_path):
+    write(tmp_path, GOOD | {"a.weight_scale_inv": 10**5 * SCALES}, CONFIG)
+    like = LIKE | {"a": {"kernel": jnp.zeros((384, 256), jnp.float16)}}
+    with pytest.raises(ValueError, match=r"a\.weight has numbers up to 100000.*float16 cannot"):
+        checkpoint.load(tmp_path, like)
 
 
 def test_tensors_that_the_model_lacks_are_skipped(tmp_path):

@@ -147,7 +147,76 @@ def test_names_and_paths_of_a_layout_are_unique(layout):
     assert all(len(parallel) == 1 for name, parallel in merged.items() if name)
 
 
+def roles(layout):
+    """The linear modules of a layout, with how engines split and merge them."""
+    prefix = "model.layers.{layer}."
+    linear = [row for row in checkpoint.names(layout) if row.kind == "linear"]
+    return {row.module.removeprefix(prefix): (row.parallel, row.merged) for row in linear}
+
+
+QKV = {f"self_attn.{n}_proj": ("columns", "qkv") for n in "qkv"} | {
+    "self_attn.o_proj": ("rows", None)
+}
+COLUMNS, ROWS = ("columns", "gate_up"), ("rows", None)
+
+
+def swiglu(block, gate="gate_proj", up="up_proj", down="down_proj"):
+    return {f"{block}.{gate}": COLUMNS, f"{block}.{up}": COLUMNS, f"{block}.{down}": ROWS}
+
+
+MLA = {
+    "self_attn.q_proj": ("columns", None),
+    "self_attn.q_a_proj": (None, "qkv_a"),
+    "self_attn.kv_a_proj_with_mqa": (None, "qkv_a"),
+    "self_attn.q_b_proj": ("columns", None),
+    "self_attn.kv_b_proj": ("columns", None),
+    "self_attn.o_proj": ROWS,
+}
+ROLES = {
+    "llama": QKV | swiglu("mlp"),
+    "qwen": QKV | swiglu("mlp") | swiglu("mlp.experts.{expert}"),
+    "gemma": QKV | swiglu("mlp"),
+    "mixtral": QKV | swiglu("block_sparse_moe.experts.{expert}", "w1", "w3", "w2"),
+    "deepseek": MLA | swiglu("mlp") | swiglu("mlp.experts.{expert}")
+    | swiglu("mlp.shared_experts"),
+    "gpt_oss": QKV,
+}  # fmt: skip
+KEPT = {"lm_head": "head", "model.embed_tokens": "embedding", "model.norm": "norm"}
+ROUTERS = {"qwen": "mlp.gate", "mixtral": "block_sparse_moe.gate", "deepseek": "mlp.gate",
+           "gpt_oss": "mlp.router"}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", checkpoint.LAYOUTS)
+def test_what_each_matrix_of_a_layout_is(layout):
+    assert roles(layout) == ROLES[layout]
+    kinds = {
+        row.module: row.kind for row in checkpoint.names(layout) if row.name.endswith(".weight")
+    }
+    assert {name: kinds[name] for name in KEPT} == KEPT
+    routers = [
+        name.removeprefix("model.layers.{layer}.") for name, k in kinds.items() if k == "router"
+    ]
+    assert routers == ([ROUTERS[layout]] if layout in ROUTERS else [])
+
+
+def test_axes_of_an_embedding_are_its_own():
+    module = "model.embed_tokens"
+    (row,) = [
+        row
+        for row in checkpoint.names("llama", axes={module: "vocab width -> width vocab"})
+        if row.module == module
+    ]
+    assert row.axis_map(2) == AxisMap((("vocab",), ("width",)), ("width", "vocab"))
+
+
 MESSAGES = {
+    "braces": Message(
+        ValueError, lambda: Row(name="a.{}.weight"), "'a.{}.weight' has braces", "placeholder",
+        "{layer}",
+    ),
+    "reserved": Message(
+        ValueError, lambda: Row(name="a.{in}.b", path="a"), "'a.{in}.b'", "placeholder", "{layer}"
+    ),
     "kind": Message(
         ValueError, lambda: Row(name="a", kind="dense"), "kind='dense'", "one of", "linear"
     ),
