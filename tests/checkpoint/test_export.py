@@ -402,7 +402,7 @@ def llama(name, *shape):
 
 
 def exported(params, **options):
-    return lambda: checkpoint.export(params, "/nowhere/at/all", **{"format": "hf-fp8"} | options)
+    return lambda: checkpoint.export(params, "nowhere", **{"format": "hf-fp8"} | options)
 
 
 ONE = {"a": {"kernel": jnp.ones((8, 16))}}
@@ -503,9 +503,11 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_what_is_refused(name):
+def test_what_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     check(MESSAGES[name])
-    assert not Path("/nowhere").exists()
+    assert contents(tmp_path) == {}
+    assert not Path("nowhere").exists()
 
 
 def test_scales_of_their_own_in_a_merged_matrix_are_refused(tmp_path):

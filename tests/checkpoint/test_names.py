@@ -240,11 +240,11 @@ MESSAGES = {
         "no name of layout", "model.layers.{layer}",
     ),
     "no_parameter": Message(
-        ValueError, lambda: checkpoint.export({}, "/nowhere", format=None), "params",
+        ValueError, lambda: checkpoint.export({}, "nowhere", format=None), "params",
         "no parameter", "variables['params']",
     ),
     "no_array": Message(
-        TypeError, lambda: checkpoint.export({"a": 1.0}, "/nowhere", format=None), "a is 1.0",
+        TypeError, lambda: checkpoint.export({"a": 1.0}, "nowhere", format=None), "a is 1.0",
         "arrays", "parameters only",
     ),
     "two_rows": Message(
