@@ -86,7 +86,10 @@ GRANULARITIES = {
 }
 
 
-@pytest.mark.parametrize("name", GRANULARITIES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n != "along rows")) for n in GRANULARITIES],
+)
 def test_tiles_of_a_symbolic_axis(name):
     quantize = jax.jit(lambda x: fp8.quantize(x, fp8.E4M3, GRANULARITIES[name]))
     x_type = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 192"), jnp.bfloat16)
