@@ -1,6 +1,6 @@
 """Fine-tune a Hugging Face checkpoint in FP8, and write it for serving engines.
 
-    python examples/fine_tune_checkpoint.py tiny out --random llama --learning-rate 1e-3
+    python examples/fine_tune_checkpoint.py runs/tiny runs/out --random llama --learning-rate 1e-3
     python examples/fine_tune_checkpoint.py FOLDER OUT --data tokens.npy --steps 200
     python examples/fine_tune_checkpoint.py FOLDER OUT --recipe delayed --format compressed-channel
 
