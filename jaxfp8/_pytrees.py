@@ -98,6 +98,7 @@ def _plain(where: str, value: Any) -> Any:
     for name, known in _VALUES.items():
         if type(value) is known.kind:
             plain = {each: _plain(f"{where}.{each}", getattr(value, each)) for each in known.fields}
+            _check_is_read(where, value, {name: plain})
             return {name: plain}
     # An array has a dtype, too, and `np.dtype` would take that.
     if isinstance(value, np.dtype | type) and (dtype := np.dtype(value)) != np.dtype(object):
@@ -109,6 +110,21 @@ def _plain(where: str, value: Any) -> Any:
         "fp8.quantizers.register_quantizer_serialization(Class, serialized_name='my_project.Class')"
         " in the programs that write and read the file."
     )
+
+
+def _check_is_read(where: str, value: Any, plain: Any) -> None:
+    """TypeError if JSON comes back as another value: a format of users with the name of ours."""
+    try:
+        found = _value(where, plain)
+        problem = None if found == value else f"it would come back as {found!r}"
+    except Exception as error:  # a constructor of users can raise anything
+        problem = str(error)
+    if problem is not None:
+        raise TypeError(
+            f"{where}={value!r} cannot be written into a file of jax.export: {problem}. Its class "
+            "must take all its fields as arguments, of the types in its annotations, and compare "
+            "by them. Use the formats of jaxfp8: fp8.E4M3, fp8.E5M2."
+        )
 
 
 def _value(where: str, plain: Any) -> Any:

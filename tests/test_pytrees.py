@@ -30,6 +30,7 @@ from jaxfp8.optim import _eight_bit_formats as formats
 from jaxfp8.optim import _masters as masters
 from jaxfp8.plugs._state_bytes import StateBytes
 from jaxfp8.prologues._prologue import Gathered, Produced
+from jaxfp8.recipes._recipe import Row
 from jaxfp8.state._state import Probe, SeenAmax
 from jaxfp8.weights import QuantizedWeight, WeightAxes
 
@@ -322,6 +323,32 @@ def test_own_quantizers_need_a_name():
     # An array in a field could not be hashed, and NumPy's numbers would come back as others.
     odd = fp8.QuantizedTensor(ONE, ONE, fp8.PerTensor(), ONE)
     check(Message(TypeError, lambda: there_and_back(odd), "dtype=", "cannot be written", "dtypes"))
+
+
+OTHER_E4M3 = dataclasses.replace(fp8.E4M3, max=240.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Narrow(own_quantizer.Smoothed):
+    """A quantizer whose format has the name of another one."""
+
+    narrow: Any = OTHER_E4M3
+
+
+@dataclasses.dataclass(frozen=True)
+class Misannotated(own_quantizer.Smoothed):
+    """A quantizer whose field has another type than it says."""
+
+    steps: int = 0.5  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("kind", "needle"), [(Narrow, "come back as"), (Misannotated, "steps=0.5 is no")]
+)
+def test_what_would_be_read_as_another_value_is_not_written(kind, needle):
+    fp8.quantizers.register_quantizer_serialization(kind, serialized_name=f"tests.{kind.__name__}")
+    row = fp8.state.MatmulState(ONE, ONE, ONE, ONE, None, (Row("x", kind(decay=0.25)),))
+    check(Message(TypeError, lambda: there_and_back(row), "quantizer", needle, "Use the formats"))
 
 
 def both(quantizer: Any) -> fp8.recipes.Operands:
