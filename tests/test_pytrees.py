@@ -247,6 +247,7 @@ DAMAGED = {
     "class": (TENSOR.replace("PerBlock", "os.system"), "'os.system'"),
     "of another kind": (TENSOR.replace('{"PerBlock": {"tile": [1, 32]}}', '"x"'), "granularity"),
     "dtype": (TENSOR.replace("bfloat16", "f4,f4"), "'f4,f4'"),
+    "objects": (TENSOR.replace("bfloat16", "object"), "'object'"),
     "bool": (TENSOR.replace("true", "1"), "power_of_two=1"),
     "tile": (TENSOR.replace("[1, 32]", "[1, 0]"), "(1, 0)"),
     "two classes": (TENSOR.replace('"bfloat16"}', '"bfloat16", "a": 1}'), "['dtype', 'a']"),
@@ -263,6 +264,16 @@ def test_damage_is_named(damage):
     check(
         Message(ValueError, lambda: read(kind, text), kind.__name__, needle, "Export the program")
     )
+
+
+def test_a_class_whose_module_is_reloaded_is_registered_again():
+    """As `%autoreload` of IPython does it. jax.export has the first class."""
+    first = _pytrees.NODES["jaxfp8.StateBytes"].kind
+    body = {"__module__": first.__module__, "__annotations__": {"state": Any}}
+    again: Any = dataclasses.dataclass(frozen=True)(type("StateBytes", (), body))
+    assert _pytrees.register_node(again) is again
+    assert jax.tree.leaves(again(ONE)) == [ONE]
+    assert _pytrees.NODES["jaxfp8.StateBytes"].kind is first
 
 
 def test_a_bool_is_no_number():
