@@ -327,6 +327,12 @@ def test_own_quantizers_need_a_name():
         )  # fmt: skip
     check(
         Message(
+            TypeError, lambda: register(own_quantizer.Smoothed, serialized_name=""),
+            "serialized_name=''", "a name", "'my_project.Smoothed'",
+        )
+    )  # fmt: skip
+    check(
+        Message(
             TypeError, lambda: register(int, serialized_name="tests.int"), "kind=<class 'int'>",
             "AbstractQuantizer", "dataclasses.dataclass",
         )

@@ -270,7 +270,7 @@ def register_quantizer_serialization(kind: type[Q], *, serialized_name: str) -> 
       The class, so that it is a decorator with `functools.partial`.
 
     Raises:
-      TypeError: if `kind` is no such class.
+      TypeError: if `kind` is no such class, or the name no text.
       ValueError: if another class has the name.
 
     Example:
@@ -288,5 +288,10 @@ def register_quantizer_serialization(kind: type[Q], *, serialized_name: str) -> 
         raise TypeError(
             f"kind={kind!r} must be a class on fp8.quantizers.AbstractQuantizer. Decorate it with "
             "@dataclasses.dataclass(frozen=True)."
+        )
+    if not isinstance(serialized_name, str) or not serialized_name:
+        raise TypeError(
+            f"serialized_name={serialized_name!r} must be a name, for instance "
+            f"'my_project.{kind.__name__}'."
         )
     return register_value(kind, name=serialized_name)
