@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxfp8._quantized_tensor import Cast, Direction, dequantized
 from jaxfp8._typing import Array, DType
-from jaxfp8.checkpoint._formats import VALUES, Format, numpy_dtype
+from jaxfp8.checkpoint._formats import VALUES, Format
 from jaxfp8.checkpoint._grid import grid_of, read_region
 from jaxfp8.checkpoint._names import Entry
 from jaxfp8.checkpoint._safetensors import TensorSpec
@@ -67,19 +67,19 @@ class FileTensor(NamedTuple):
     Attributes:
       name: in the file.
       spec: its dtype and shape.
-      pieces: returns an iterator of (first row, rows).
+      pieces: returns an iterator of its rows, some at a time, in their order.
     """
 
     name: str
     spec: TensorSpec
-    pieces: Callable[[], Iterator[tuple[int, np.ndarray]]]
+    pieces: Callable[[], Iterator[np.ndarray]]
 
     def whole(self) -> np.ndarray:
         """The tensor in one array."""
-        out = np.empty(self.spec.shape, self.spec.dtype)
-        rows = out if out.ndim else out.reshape(1)
-        for start, part in self.pieces():
-            rows[start : start + (len(part) if part.ndim else 1)] = part
+        out, start = np.empty(self.spec.shape, self.spec.dtype), 0
+        for rows in map(np.atleast_1d, self.pieces()):
+            np.atleast_1d(out)[start : start + len(rows)] = rows
+            start += len(rows)
         return out
 
 
@@ -100,7 +100,7 @@ def specs_of(
 def _dtype_of(leaf: Any, dtype: DType | None) -> np.dtype:
     """The dtype of a parameter in a file. Only floats are cast."""
     is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-    return numpy_dtype(dtype if dtype is not None and is_float else leaf.dtype)
+    return jnp.dtype(dtype if dtype is not None and is_float else leaf.dtype)
 
 
 def encode(
@@ -126,11 +126,10 @@ def encode(
     pieces = pieces_of(entry, format)
 
     def values_by(rows_of: Callable[[slice], np.ndarray]) -> FileTensor:
-        made = lambda: ((rows.start, rows_of(rows)) for rows in pieces)  # noqa: E731
-        return FileTensor(entry.name, specs[entry.name], made)
+        return FileTensor(entry.name, specs[entry.name], lambda: map(rows_of, pieces))
 
     def small(name: str, array: Callable[[], np.ndarray]) -> FileTensor:
-        return FileTensor(name, specs[name], lambda: iter([(0, array())]))
+        return FileTensor(name, specs[name], lambda: iter([array()]))
 
     if format is None:
         how: How = "dequantized" if is_stored else "as it is"
@@ -252,7 +251,7 @@ def rows_of(entry: Entry, leaf: Any, dtype: DType | None) -> Callable[[slice], n
     if array is not None:
         wanted = _dtype_of(array, dtype)
         return lambda rows: narrowed(entry.name, _read(entry, array, rows), wanted)
-    grid, wanted = grid_of(entry, leaf), numpy_dtype(dtype or jnp.float32)
+    grid, wanted = grid_of(entry, leaf), jnp.dtype(dtype or jnp.float32)
     scales, held = grid.scales_of(leaf), leaf.values[grid.copy]
 
     def dequantize(rows: slice) -> np.ndarray:

@@ -15,7 +15,8 @@ from jaxfp8._check import check_int
 from jaxfp8._typing import DType, PyTree
 from jaxfp8.checkpoint._encode import How
 from jaxfp8.checkpoint._formats import Format, hf_quant_config
-from jaxfp8.checkpoint._plan import Item, Names, Plan, plan_of
+from jaxfp8.checkpoint._layouts import Names
+from jaxfp8.checkpoint._plan import Item, Plan, plan_of
 from jaxfp8.checkpoint._safetensors import INDEX, SINGLE, Writer
 
 
@@ -111,9 +112,7 @@ def export(
         tensor_parallel=tensor_parallel,
     )  # fmt: skip
     folder = Path(path)
-    texts = _configs(plan, _config_of(config, folder))
-    if (folder / "config.json").exists():
-        texts.setdefault("config.json", _json({}))  # an older one may name another format
+    texts = _configs(plan, _config_of(config, folder), folder)
     if jax.process_index() > 0:  # all processes have the same parameters
         return Exported((), {})
     made = [each for each in (folder, *folder.parents) if not each.exists()]
@@ -152,14 +151,14 @@ def _config_of(given: Any, folder: Path) -> dict[str, Any]:
     return {key: value for key, value in given.items() if key != "quantization_config"}
 
 
-def _configs(plan: Plan, config: dict[str, Any]) -> dict[str, str]:
+def _configs(plan: Plan, config: dict[str, Any], folder: Path) -> dict[str, str]:
     """The text files of a checkpoint by name."""
     texts = {}
     if plan.format is not None:
         config["quantization_config"] = plan.format.config(plan.format, plan.kept)
         if plan.format.hf_quant_config:
             texts["hf_quant_config.json"] = _json(hf_quant_config(plan.kept))
-    if config:
+    if config or (folder / "config.json").exists():  # an older one may name another format
         texts["config.json"] = _json(config)
     return texts
 
@@ -195,7 +194,7 @@ def _write(plan: Plan, folder: Path, most: int) -> dict[str, How]:
             for item in items:
                 how[item.entry.name], tensors = plan.encode(item)
                 for tensor in tensors:
-                    for _, rows in tensor.pieces():
+                    for rows in tensor.pieces():
                         writer.write(tensor.name, rows)
         weight_map |= dict.fromkeys(specs, file)
     if len(shards) > 1:

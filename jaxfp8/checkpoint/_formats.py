@@ -21,6 +21,9 @@ from jaxfp8.numerics._scale import ScaleRule
 Cells: TypeAlias = Literal["tensor", "channel"] | tuple[int, int]
 Config: TypeAlias = dict[str, Any]
 
+_FLOAT32 = np.dtype(np.float32)
+VALUES = jnp.dtype(E4M3.dtype)
+"""The dtype of all values in FP8."""
 _GRANULARITIES: dict[str, AbstractGranularity] = {"tensor": PerTensor(), "channel": PerAxis(0)}
 
 
@@ -50,7 +53,7 @@ class Format:
     cells: Cells
     scale_name: str
     config: Callable[["Format", Sequence[str]], Config]
-    scale_dtype: DType = dataclasses.field(default_factory=lambda: np.dtype(np.float32))
+    scale_dtype: DType = _FLOAT32
     scale_shape: tuple[int, ...] = ()
     also_read: tuple[str, ...] = ()
     static_inputs: bool = False
@@ -264,11 +267,3 @@ def _of_modelopt(config: Mapping[str, Any], where: str) -> str:
     if algorithm != "FP8":
         raise _unknown(where, "quant_algo", algorithm, ["FP8"])
     return "modelopt-fp8"
-
-
-def numpy_dtype(dtype: Any) -> np.dtype:
-    """A dtype of JAX as one of NumPy."""
-    return np.dtype(jnp.dtype(dtype))
-
-
-VALUES = np.dtype(E4M3.dtype)

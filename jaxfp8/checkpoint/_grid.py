@@ -14,17 +14,12 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Axes
-from jaxfp8.checkpoint._formats import Format, numpy_dtype
+from jaxfp8.checkpoint._formats import Format
 from jaxfp8.checkpoint._names import Entry
 from jaxfp8.matmul._tile_view import View, view_of_weight
 from jaxfp8.numerics._formats import E8M0
-from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.weights._quantized_weight import (
-    QuantizedWeight,
-    WeightAxes,
-    plan_weight_casts,
-)
+from jaxfp8.weights._quantized_weight import QuantizedWeight, WeightAxes, WeightCopy, weight_copies
 
 # Parts of arrays, on any devices.
 
@@ -41,7 +36,7 @@ def read_region(array: Any, region: tuple[slice, ...]) -> np.ndarray:
     if not isinstance(array, jax.Array):
         return np.array(np.asarray(array)[region])
     shape = tuple(part.stop - part.start for part in region)
-    out, filled = np.empty(shape, numpy_dtype(array.dtype)), 0
+    out, filled = np.empty(shape, array.dtype), 0
     if not out.size:
         return out
     seen: set[Any] = set()
@@ -58,12 +53,9 @@ def read_region(array: Any, region: tuple[slice, ...]) -> np.ndarray:
         local = [start - first for start, (first, _) in zip(starts, held, strict=True)]
         # Starts are operands, so that one program serves all pieces.
         piece = np.asarray(lax.dynamic_slice(shard.data, local, sizes))
-        out[
-            tuple(
-                slice(start - part.start, start - part.start + size)
-                for start, part, size in zip(starts, region, sizes, strict=True)
-            )
-        ] = piece
+        begins = [start - part.start for start, part in zip(starts, region, strict=True)]
+        into = (slice(i, i + size) for i, size in zip(begins, sizes, strict=True))
+        out[tuple(into)] = piece
         filled += piece.size
     if filled != out.size:
         raise ValueError(
@@ -123,12 +115,13 @@ class Scales(NamedTuple):
         shape = len(self.rows), len(self.columns)
         cells = Scales.of_file(self.scale, format, shape)
         found = self.by_cells(cells.rows, cells.columns)
-        return None if found is None else as_dtype(found, E8M0.dtype if format.exponents else None)
+        dtype = E8M0.dtype if format.exponents else np.float32
+        return None if found is None else as_dtype(found, dtype)
 
 
 def as_dtype(scale: np.ndarray, dtype: Any) -> np.ndarray | None:
-    """Scales in float32 (None) or E8M0. None if that cannot hold one of them."""
-    narrow = scale.astype(np.float32 if dtype is None else dtype)
+    """Scales in float32 or E8M0. None if that cannot hold one of them."""
+    narrow = scale.astype(dtype)
     same = np.array_equal(narrow.astype(np.float32), scale.astype(np.float32))
     return narrow if same else None
 
@@ -182,24 +175,16 @@ class Grid(NamedTuple):
         return tuple(region)
 
 
-class Forward(NamedTuple):
-    """How the forward pass reads a weight: the view of its matmul, and which copy."""
-
-    view: View
-    copy: int
-    granularity: AbstractGranularity
-
-
 @functools.lru_cache(maxsize=1024)  # layers of a model are equal
-def _forward(recipe: Recipe, axes: WeightAxes, shape: Axes) -> Forward:
-    view, copy = view_of_weight(recipe, axes, shape), 0
-    for planned in plan_weight_casts(recipe, view.geometry):
-        assert planned.cast is not None
-        for granularity, readers in zip(planned.cast.granularities, planned.readers, strict=True):
-            if "fprop" in readers:
-                return Forward(view, copy, granularity)
-            copy += 1
-    raise AssertionError(f"no matmul of {recipe.name!r} reads the weight in the forward pass")
+def _forward(recipe: Recipe, axes: WeightAxes, shape: Axes) -> tuple[View, int, WeightCopy]:
+    """The view of a weight's matmul, and the copy that the forward pass reads, with its index."""
+    view = view_of_weight(recipe, axes, shape)
+    (found,) = [
+        (view, i, copy)
+        for i, copy in enumerate(weight_copies(recipe, view.geometry))
+        if "fprop" in copy.readers
+    ]
+    return found
 
 
 def grid_of(entry: Entry, weight: QuantizedWeight) -> Grid:
@@ -209,7 +194,7 @@ def grid_of(entry: Entry, weight: QuantizedWeight) -> Grid:
       ValueError: if the matrix has the axes of the weight in another order than its matmul.
     """
     lead, names = weight.stacked, entry.axes.of_parameter
-    view, copy, granularity = _forward(weight.recipe, weight.axes, weight.shape[lead:])
+    view, copy, held = _forward(weight.recipe, weight.axes, weight.shape[lead:])
     counts = weight.scales[copy].shape[lead:]
     at = [entry.at.get(name, 0) for name in names[:lead]]
     sizes, shape = entry.axes.sizes(entry.shape), entry.file_shape
@@ -239,7 +224,7 @@ def grid_of(entry: Entry, weight: QuantizedWeight) -> Grid:
     if not counts:
         none = (np.zeros(size, np.int64) for size in shape)
         return Grid(copy, lead, tuple(at), (), 0, *none)
-    sides = granularity.along(len(merged))
+    sides = held.granularity.along(len(merged))
 
     def cells(axes: list[int]) -> np.ndarray:
         ids = np.zeros(1, np.int64)

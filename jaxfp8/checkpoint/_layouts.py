@@ -4,10 +4,14 @@ Names and shapes are those that transformers 5.24 writes. What engines split and
 0.33 (`vllm/model_executor/models/`).
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 from jaxfp8._check import check_one_of, check_type
-from jaxfp8.checkpoint._names import AxisMap, Kind, Parallel, Row, default_path
+from jaxfp8.checkpoint._names import AxisMap, Kind, Parallel, Row, default_path, mirrored
+
+Names: TypeAlias = Sequence[Row] | str | None
 
 _LAYER = "model.layers.{layer}."
 
@@ -149,17 +153,16 @@ def names(
     return tuple(_placed(row, modules, axes) for row in LAYOUTS[layout])
 
 
-def rows_of_names(names: Sequence[Row] | str | None) -> tuple[Row, ...] | None:
-    """The rows that an argument `names` says. None: those of the parameters themselves."""
+def rows_for(names: Names, parameters: Mapping[str, Any]) -> tuple[Row, ...]:
+    """The rows that an argument `names` says. None: names like the paths of the parameters."""
+    if names is None:
+        return mirrored(parameters)
     if isinstance(names, str):
         check_one_of("names", names, tuple(LAYOUTS))
         return LAYOUTS[names]
-    if names is None:
-        return None
-    rows = tuple(names)
-    for row in rows:
+    for row in names:
         check_type("names", row, Row, "fp8.checkpoint.Rows, such as fp8.checkpoint.names(...)")
-    return rows
+    return tuple(names)
 
 
 def _begins(module: str, name: str) -> bool:
@@ -175,10 +178,5 @@ def _placed(row: Row, modules: Mapping[str, str], axes: Mapping[str, str]) -> Ro
         path = f"{modules[module]}/{below}" if modules[module] else below
     text = axes.get(row.module, "")
     if text and row.name.endswith(".bias"):
-        without = AxisMap.parse(text).without_input()
-        left = " ".join(f"({' '.join(group)})" for group in without.of_file)
-        text = f"{left} -> {' '.join(without.of_parameter)}"
-    return Row(
-        name=row.name, path=path, axes=text, kind=row.kind, parallel=row.parallel,
-        merged=row.merged,
-    )  # fmt: skip
+        text = str(AxisMap.parse(text).without_input())
+    return dataclasses.replace(row, path=path, axes=text)

@@ -1,5 +1,6 @@
 """`load`: the parameters of a model from a checkpoint that other programs wrote."""
 
+import dataclasses
 import fnmatch
 import json
 import os
@@ -13,10 +14,10 @@ import numpy as np
 
 from jaxfp8._typing import PyTree
 from jaxfp8.checkpoint._encode import dequantize_rows, narrowed, pieces_of
-from jaxfp8.checkpoint._formats import VALUES, Format, format_named, format_of_config, numpy_dtype
+from jaxfp8.checkpoint._formats import VALUES, Format, format_named, format_of_config
 from jaxfp8.checkpoint._grid import Scales, as_dtype, grid_of
-from jaxfp8.checkpoint._layouts import rows_of_names
-from jaxfp8.checkpoint._names import Entry, Row, entries_of, mirrored, parameters_of
+from jaxfp8.checkpoint._layouts import Names, rows_for
+from jaxfp8.checkpoint._names import Entry, entries_of, parameters_of
 from jaxfp8.checkpoint._safetensors import (
     MOST_JSON_BYTES,
     Checkpoint,
@@ -45,7 +46,7 @@ def load(
     path: str | os.PathLike[str],
     like: PyTree,
     *,
-    names: Sequence[Row] | str | None = None,
+    names: Names = None,
     format: str | Format | None = None,
     skip: Sequence[str] = (),
 ) -> PyTree:
@@ -95,8 +96,7 @@ def load(
     if isinstance(skip, str):
         raise TypeError(f'skip={skip!r} must be patterns of tensors: skip=("*.inv_freq",).')
     parameters = parameters_of(like)
-    given = rows_of_names(names)
-    rows = mirrored(parameters) if given is None else given
+    rows = rows_for(names, parameters)
     with Checkpoint(path) as file:
         known = format_named(format) or _format_of(Path(file.path).parent)
         found = _find(file, entries_of(rows, parameters), parameters, known, tuple(skip))
@@ -194,7 +194,7 @@ def _scale_of(
     wanted = format.scale_spec(spec.shape)
     # Writers of a scale for a tensor disagree about its axes.
     fits = own.shape == wanted.shape or (format.cells == "tensor" and set(own.shape) <= {1})
-    dtypes = [np.dtype(np.float32), numpy_dtype(jnp.bfloat16), np.dtype(np.float16)]
+    dtypes = [np.dtype(np.float32), jnp.dtype(jnp.bfloat16), np.dtype(np.float16)]
     dtypes += [np.dtype(E8M0.dtype), *([np.dtype(np.uint8)] if format.exponents else [])]
     if not fits or own.dtype not in dtypes:
         return name, (
@@ -246,16 +246,14 @@ def _array(
     file: Checkpoint, found: list[Found], shape: Any, dtype: Any, format: Format | None
 ) -> np.ndarray:
     """The parameter on the host, in high precision."""
-    out = np.empty(shape, numpy_dtype(dtype))
+    out = np.empty(shape, jnp.dtype(dtype))
     for entry, spec, name in found:
         scales = None if name is None or format is None else _scales(file, name, spec, format)
         for rows in pieces_of(entry, format):
             part = file.read(entry.name, *_bounds(spec, rows))
             if scales is not None:
-                wide = dequantize_rows(part, scales.spread(rows))
-                part = narrowed(entry.name, wide, out.dtype)
-            region = entry.region(rows)
-            part = part.astype(out.dtype, copy=False)
+                part = dequantize_rows(part, scales.spread(rows))
+            part, region = narrowed(entry.name, part, out.dtype), entry.region(rows)
             out[region] = entry.axes.from_file(part, tuple(r.stop - r.start for r in region))
     return out
 
@@ -288,8 +286,8 @@ def _weight(
     file: Checkpoint, found: list[Found], leaf: QuantizedWeight, format: Format
 ) -> QuantizedWeight:
     """A weight with the values and the scales of the file."""
-    values = np.empty(leaf.shape, numpy_dtype(leaf.values[0].dtype))
-    scales = np.empty(leaf.scales[0].shape, numpy_dtype(leaf.scales[0].dtype))
+    values = np.empty(leaf.shape, jnp.dtype(leaf.values[0].dtype))
+    scales = np.empty(leaf.scales[0].shape, jnp.dtype(leaf.scales[0].dtype))
     exact = leaf.recipe.fprop.rhs.rule.exact
     for entry, spec, name in found:
         if name is None or spec.dtype != values.dtype:
@@ -313,12 +311,11 @@ def _weight(
             region = entry.region(rows)
             part = file.read(entry.name, rows.start, rows.stop)
             values[region] = entry.axes.from_file(part, tuple(r.stop - r.start for r in region))
-    return jax.tree.map(_on_devices, _with(leaf, values, scales), leaf)
-
-
-def _with(leaf: QuantizedWeight, values: Any, scales: Any) -> QuantizedWeight:
-    arrays = jax.tree.structure(leaf)
-    return jax.tree.unflatten(arrays, [values, scales])
+    return dataclasses.replace(
+        leaf,
+        values=(_on_devices(values, leaf.values[0]),),
+        scales=(_on_devices(scales, leaf.scales[0]),),
+    )
 
 
 def _on_devices(array: np.ndarray, like: Any) -> jax.Array:

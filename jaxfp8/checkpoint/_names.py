@@ -25,7 +25,10 @@ from jaxfp8.weights._quantized_weight import is_weight
 Kind: TypeAlias = Literal["linear", "router", "head", "embedding", "norm", "plain"]
 Parallel: TypeAlias = Literal["columns", "rows"]
 
-_LEAF = {"linear": "kernel", "router": "kernel", "head": "kernel", "embedding": "embedding"}
+_LEAF = {
+    "linear": "kernel", "router": "kernel", "head": "kernel", "embedding": "embedding",
+    "norm": "scale",
+}  # fmt: skip
 """What flax calls the parameter of a module that the file calls `weight`."""
 LINEAR = ("linear", "router", "head")
 """Kinds whose matrix [out, in] is a kernel [in, out] in flax."""
@@ -69,6 +72,11 @@ class AxisMap:
             )
         return AxisMap(of_file, of_parameter)
 
+    def __str__(self) -> str:
+        """The text that `parse` reads."""
+        left = " ".join(f"({' '.join(group)})" for group in self.of_file)
+        return f"{left} -> {' '.join(self.of_parameter)}"
+
     @property
     def stacked(self) -> tuple[str, ...]:
         """The axes that only the parameter has."""
@@ -88,11 +96,11 @@ class AxisMap:
         sizes = self.sizes(shape)
         return math.prod(sizes[name] for name in self.of_file[0][1:]) if self.of_file else 1
 
-    def region(self, shape: Axes, at: Mapping[str, int], rows: slice | None) -> tuple[slice, ...]:
-        """The part of the parameter that rows of one tensor are. None: all rows."""
+    def region(self, shape: Axes, at: Mapping[str, int], rows: slice) -> tuple[slice, ...]:
+        """The part of the parameter that rows of one tensor are. A scalar is one row."""
         step = self.step(shape)
         parts = {name: slice(i, i + 1) for name, i in at.items()}
-        if rows is not None and self.of_file:
+        if self.of_file:
             parts[self.of_file[0][0]] = slice(rows.start // step, -(-rows.stop // step))
         whole = zip(self.of_parameter, shape, strict=True)
         return tuple(parts.get(name, slice(0, size)) for name, size in whole)
@@ -227,7 +235,7 @@ def default_path(name: str, kind: Kind) -> str:
     """The path of the parameter in a flax model whose modules have the names of the file."""
     module, _, last = name.rpartition(".")
     if last == "weight":
-        last = _LEAF.get(kind, "scale" if kind == "norm" else last)
+        last = _LEAF.get(kind, last)
     return "/".join([*module.split("."), last] if module else [last])
 
 
@@ -292,7 +300,7 @@ class Entry:
     def file_shape(self) -> Axes:
         return self.axes.file_shape(self.shape)
 
-    def region(self, rows: slice | None = None) -> tuple[slice, ...]:
+    def region(self, rows: slice) -> tuple[slice, ...]:
         """The part of the parameter that rows of the tensor are."""
         return self.axes.region(self.shape, self.at, rows)
 

@@ -7,7 +7,7 @@ devices: docs/checkpoints.md has them with their sources.
 import fnmatch
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,12 @@ from jaxfp8._typing import DType, FP8StateError, PyTree
 from jaxfp8.checkpoint._encode import FileTensor, How, encode, specs_of
 from jaxfp8.checkpoint._formats import Format, format_named
 from jaxfp8.checkpoint._grid import grid_of, read_region
-from jaxfp8.checkpoint._layouts import rows_of_names
-from jaxfp8.checkpoint._names import LINEAR, Entry, Row, entries_of, mirrored, parameters_of
+from jaxfp8.checkpoint._layouts import Names, rows_for
+from jaxfp8.checkpoint._names import LINEAR, Entry, entries_of, parameters_of
 from jaxfp8.checkpoint._safetensors import TensorSpec
 from jaxfp8.numerics._formats import FLOAT_DTYPES
 from jaxfp8.ops._quantize_params import find_state, states_by_path
 from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
-
-Names: TypeAlias = Sequence[Row] | str | None
 
 # The plan: what becomes of each parameter.
 
@@ -79,14 +77,14 @@ def plan_of(
     for path, leaf in parameters.items():
         if not isinstance(leaf, jax.Array | np.ndarray | QuantizedWeight):
             raise TypeError(f"{path} is {leaf!r}, but an export needs arrays. Pass the parameters.")
-    given = rows_of_names(names)
-    rows = mirrored(parameters) if given is None else given
+    rows = rows_for(names, parameters)
     entries = entries_of(rows, parameters)
     trained = any(is_weight(leaf) for leaf in parameters.values())
     used: set[str] = set()
 
     def in_fp8(entry: Entry) -> bool:
-        is_kernel = given is None and entry.path.endswith("kernel")
+        # A kernel of other axes is no matrix, which `_check_matrix` then says.
+        is_kernel = names is None and entry.path.endswith("kernel")
         if not is_kernel and entry.row.kind not in LINEAR:
             return False
         ignored = [each for each in ignore if fnmatch.fnmatchcase(entry.module, each)]

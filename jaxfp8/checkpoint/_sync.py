@@ -9,7 +9,8 @@ import numpy as np
 from jaxfp8._check import check_type
 from jaxfp8._typing import DType, PyTree
 from jaxfp8.checkpoint._formats import Format
-from jaxfp8.checkpoint._plan import Item, Names, Plan, plan_of
+from jaxfp8.checkpoint._layouts import Names
+from jaxfp8.checkpoint._plan import Item, Plan, plan_of
 
 Seen: TypeAlias = MutableMapping[str, bytes]
 

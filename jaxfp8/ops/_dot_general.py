@@ -28,7 +28,7 @@ from jaxfp8.sharding._shard import place_operand, place_result
 from jaxfp8.state._identity import match_state
 from jaxfp8.state._state import MatmulState
 from jaxfp8.state._value_and_grad import recipe_in_context
-from jaxfp8.weights._quantized_weight import QuantizedWeight, WeightAxes, handle, plan_weight_casts
+from jaxfp8.weights._quantized_weight import QuantizedWeight, WeightAxes, handle, weight_copies
 
 # `dot_general` in FP8, with its gradient. `dot` and `einsum` call it.
 
@@ -216,16 +216,11 @@ def _held_copies(weight: QuantizedWeight, view: View, shape: Axes) -> HeldCopies
             "of lhs."
         )
     copies: list[Copy] = []
-    for planned in plan_weight_casts(weight.recipe, view.geometry):
-        assert planned.cast is not None
-        for granularity, readers in zip(planned.cast.granularities, planned.readers, strict=True):
-            i = len(copies)
-            values, rule = view.of_w(weight.values[i]), planned.cast.rule
-            tensor = QuantizedTensor(
-                values, weight.scales[i], granularity, weight.dtype, rule.exact
-            )
-            _check_held(tensor, weight)
-            copies.append(Copy(tensor, readers))
+    for i, (granularity, exact, readers) in enumerate(weight_copies(weight.recipe, view.geometry)):
+        values = view.of_w(weight.values[i])
+        tensor = QuantizedTensor(values, weight.scales[i], granularity, weight.dtype, exact)
+        _check_held(tensor, weight)
+        copies.append(Copy(tensor, readers))
     return HeldCopies(tuple(copies), weight.amaxes)
 
 

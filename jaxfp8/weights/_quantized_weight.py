@@ -1,14 +1,15 @@
 """`QuantizedWeight`: the FP8 copies of a weight that a model holds, and its gradient's way."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxfp8._check import check_int, check_type
 from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._pytrees import STATIC, register_node, register_value
-from jaxfp8._typing import Array, Axes, DType
+from jaxfp8._typing import Array, Axes, DType, Matmul
+from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.recipes._recipe import PlannedCast, Recipe, plan_casts
 from jaxfp8.sharding._shard import Shard
 
@@ -237,6 +238,24 @@ def plan_weight_casts(recipe: Recipe, geometry: TrainingGeometry) -> tuple[Plann
                 "nearest; use a recipe that rounds gradients only."
             )
     return planned
+
+
+class WeightCopy(NamedTuple):
+    """One FP8 copy of a weight, in the order of `QuantizedWeight.values`."""
+
+    granularity: AbstractGranularity
+    exact: bool  # whether its scales are powers of two
+    readers: tuple[Matmul, ...]
+
+
+def weight_copies(recipe: Recipe, geometry: TrainingGeometry) -> list[WeightCopy]:
+    """The copies that a weight in FP8 has for the matmuls of a recipe."""
+    return [
+        WeightCopy(granularity, planned.cast.rule.exact, readers)
+        for planned in plan_weight_casts(recipe, geometry)
+        if planned.cast is not None
+        for granularity, readers in zip(planned.cast.granularities, planned.readers, strict=True)
+    ]
 
 
 # Handles: the arrays that the gradients of FP8 weights flow to.
