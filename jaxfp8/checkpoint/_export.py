@@ -14,10 +14,11 @@ import jax
 from jaxfp8._check import check_int
 from jaxfp8._typing import DType, PyTree
 from jaxfp8.checkpoint._encode import How
+from jaxfp8.checkpoint._folder import INDEX, SINGLE
 from jaxfp8.checkpoint._formats import Format, hf_quant_config
 from jaxfp8.checkpoint._layouts import Names
 from jaxfp8.checkpoint._plan import Item, Plan, plan_of
-from jaxfp8.checkpoint._safetensors import INDEX, SINGLE, Writer
+from jaxfp8.checkpoint._safetensors import Writer
 
 
 class Exported(NamedTuple):

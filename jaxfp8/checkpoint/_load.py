@@ -2,7 +2,6 @@
 
 import dataclasses
 import fnmatch
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,17 +13,12 @@ import numpy as np
 
 from jaxfp8._typing import PyTree
 from jaxfp8.checkpoint._encode import dequantize_rows, narrowed, pieces_of
+from jaxfp8.checkpoint._folder import Checkpoint
 from jaxfp8.checkpoint._formats import VALUES, Format, format_named, format_of_config
 from jaxfp8.checkpoint._grid import Scales, as_dtype, grid_of
 from jaxfp8.checkpoint._layouts import Names, rows_for
 from jaxfp8.checkpoint._names import Entry, entries_of, parameters_of
-from jaxfp8.checkpoint._safetensors import (
-    MOST_JSON_BYTES,
-    Checkpoint,
-    CheckpointError,
-    TensorSpec,
-    show,
-)
+from jaxfp8.checkpoint._safetensors import CheckpointError, TensorSpec, read_json, show
 from jaxfp8.numerics._exact import LARGEST, TINY
 from jaxfp8.numerics._formats import E4M3, E8M0
 from jaxfp8.ops._quantize_params import path_name, requantize
@@ -117,16 +111,7 @@ def _format_of(folder: Path) -> Format | None:
         file = folder / name
         if not file.is_file():
             continue
-        if file.stat().st_size > MOST_JSON_BYTES:
-            raise CheckpointError(f"{file} has more than {MOST_JSON_BYTES} bytes.")
-        try:
-            config = json.loads(file.read_text())
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(
-                f"{file} is no JSON: {error}. Copy or download it again."
-            ) from None
-        if not isinstance(config, Mapping):
-            raise CheckpointError(f"{file} must hold an object, and has a {type(config).__name__}.")
+        config = read_json(file)
         if (own := config.get(key)) is None:
             continue
         if not isinstance(own, Mapping):

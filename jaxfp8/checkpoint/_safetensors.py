@@ -26,9 +26,7 @@ import numpy as np
 
 Path: TypeAlias = str | os.PathLike[str]
 
-MOST_JSON_BYTES = 100_000_000  # of a header, as in the package `safetensors`, and of an index
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+MOST_JSON_BYTES = 100_000_000  # of a header, as in the package `safetensors`, and of other JSON
 
 # In the order of the package's enumeration `Dtype`. A file has its last dtype first.
 _DTYPES = {
@@ -100,7 +98,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
     def __init__(self, path: Path) -> None:
         """Open a file and check its header. No tensor is read."""
         self.path = os.fspath(path)
-        with contextlib.ExitStack() as opened, _named(self.path):
+        with contextlib.ExitStack() as opened, named(self.path):
             self._file = opened.enter_context(_open_regular(self.path))
             self._read_header(os.fstat(self._file.fileno()).st_size)
             opened.pop_all()
@@ -123,7 +121,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
             raise ValueError(f"{_METADATA}={show(self.metadata)} must be a dict of texts")
         found = []
         for name, entry in header.items():
-            with _named(f"{self.path}: tensor {show(name)}"):
+            with named(f"{self.path}: tensor {show(name)}"):
                 found.append((*_read_entry(entry), name))
         found.sort(key=lambda each: each[:2])
         self.specs, self._begins, end = {}, {}, 0
@@ -140,7 +138,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Read the rows start:stop of axis 0, or the whole tensor, into memory of its own."""
         if name not in self.specs:
-            raise _lacks(self.path, name, self.specs)
+            raise lacks(self.path, name, self.specs)
         spec, shape = self.specs[name], self.specs[name].shape
         if shape or (start, stop) != (0, None):
             stop = spec.rows if stop is None else stop
@@ -152,7 +150,7 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
             shape = (stop - start, *shape[1:])
         values = np.empty(shape, spec.dtype)
         raw = values.reshape(-1).view(np.uint8)
-        with _named(f"{self.path}: tensor {show(name)}"):
+        with named(f"{self.path}: tensor {show(name)}"):
             _fill(self._file, self._begins[name] + start * spec.row_bytes, raw.data)
             # NumPy computes nonsense with other bytes.
             if spec.dtype == np.bool_ and raw.max(initial=0) > 1:
@@ -191,7 +189,7 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
                     f"{self.path}: tensor {show(name)}: cannot write dtype {spec.dtype}, only "
                     f"{', '.join(map(str, _CODES))}. Cast it."
                 )
-            with _named(f"{self.path}: tensor {show(name)}"):
+            with named(f"{self.path}: tensor {show(name)}"):
                 _check_shape(spec)
         header: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}
         self._specs, self._begins, end = dict(specs), {}, 0
@@ -213,7 +211,7 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
     def write(self, name: str, rows: np.ndarray) -> None:
         """Write the next rows of a tensor: those after the rows that were written before."""
         if name not in self._specs:
-            raise _lacks(self.path, name, self._specs)
+            raise lacks(self.path, name, self._specs)
         spec, start = self._specs[name], self._written[name]
         stop = start + (len(rows) if rows.ndim else 1)
         fits = rows.ndim == len(spec.shape) and rows.shape[1:] == spec.shape[1:]
@@ -260,116 +258,12 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
             self._remove()
 
 
-class Checkpoint(contextlib.AbstractContextManager["Checkpoint"]):
-    """The tensors of a safetensors file, or of a folder, which may hold them in several files."""
-
-    specs: dict[str, TensorSpec]
-    metadata: dict[str, str]  # what all files say
-
-    def __init__(self, path: Path) -> None:
-        """Open the files and check their headers. `path` is a file, an index or a folder."""
-        self.path = _find_in_folder(os.fspath(path))
-        readers = []
-        with contextlib.ExitStack() as opened:
-            if not self.path.endswith(".json"):
-                readers.append(opened.enter_context(Reader(self.path)))
-            else:
-                weight_map = read_index(self.path)
-                for file in sorted(set(weight_map.values())):
-                    readers.append(opened.enter_context(_open_shard(self.path, file)))
-                    _compare(self.path, file, weight_map, readers[-1].specs)
-            self._opened = opened.pop_all()
-        self._readers = {name: reader for reader in readers for name in reader.specs}
-        self.specs = {name: reader.specs[name] for name, reader in self._readers.items()}
-        shared = [reader.metadata.items() for reader in readers]
-        self.metadata = {
-            key: text
-            for key, text in (shared[0] if shared else ())
-            if all((key, text) in each for each in shared)
-        }
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Read the rows start:stop of axis 0, or the whole tensor, into memory of its own."""
-        if name not in self._readers:
-            raise _lacks(self.path, name, self.specs)
-        return self._readers[name].read(name, start, stop)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._opened.close()
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-def read_index(path: Path) -> dict[str, str]:
-    """Read which tensor is in which file: the `weight_map` of `model.safetensors.index.json`."""
-    path = os.fspath(path)
-    with _named(path), _open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MOST_JSON_BYTES:
-            raise ValueError(f"an index has at most {MOST_JSON_BYTES} bytes, and this has {size}")
-        # Its metadata may have any numbers. `float` reads those of many digits, too.
-        weight_map = _parse(_fill(file, 0, bytearray(size)), float).get("weight_map")
-        if type(weight_map) is not dict:
-            raise ValueError(f"weight_map={show(weight_map)} must be a dict of names of files")
-        for name, file_name in weight_map.items():
-            # A name with a folder, or with a drive of Windows, would read files elsewhere.
-            if type(file_name) is not str or not (
-                file_name.endswith(".safetensors")
-                and file_name.isprintable()
-                and set(file_name).isdisjoint("/\\:")
-            ):
-                raise ValueError(
-                    f"weight_map puts tensor {show(name)} into {show(file_name)}. It must be the "
-                    f"name of a file of this folder that ends with .safetensors"
-                )
-    return weight_map
-
-
-def _find_in_folder(path: str) -> str:
-    """The file or the index of a folder. A path of a file is returned as it is."""
-    if not os.path.isdir(path):
-        return path
-    files = sorted(file for file in os.listdir(path) if file.endswith((".safetensors", INDEX)))
-    known = [file for file in (SINGLE, INDEX) if file in files] or files
-    if len(known) != 1:
-        raise CheckpointError(
-            f"{path} must hold {SINGLE}, {INDEX} or one other file that ends with .safetensors. It "
-            f"holds {show(known)}. Give the path of a file instead of the folder."
-        )
-    return os.path.join(path, known[0])
-
-
-def _open_shard(index: str, file: str) -> Reader:
-    try:
-        return Reader(os.path.join(os.path.dirname(index), file))
-    except OSError as error:
-        raise CheckpointError(
-            f"{index} names the file {show(file)}, which cannot be opened: {error.strerror}. "
-            f"Copy or download all files of the folder."
-        ) from error
-
-
-def _compare(index: str, file: str, weight_map: dict[str, str], found: Iterable[str]) -> None:
-    """Raise an error unless a file has the tensors that the index puts there, and no others."""
-    expected = {name for name, other in weight_map.items() if other == file}
-    for name in sorted(expected.symmetric_difference(found)):
-        other = weight_map.get(name)
-        place = "does not name it" if other is None else f"puts it into {show(other)}"
-        raise CheckpointError(
-            f"{index} {place}: tensor {show(name)}. The file {show(file)} "
-            f"{'does not have' if name in expected else 'has'} it. Copy or download all files of "
-            f"the folder."
-        )
-
-
-def _lacks(path: str, name: str, names: Iterable[str]) -> CheckpointError:
+def lacks(path: str, name: str, names: Iterable[str]) -> CheckpointError:
     return CheckpointError(f"{path} has no tensor {show(name)}. It has {show(list(names))}.")
 
 
 @contextlib.contextmanager
-def _named(where: str) -> Iterator[None]:
+def named(where: str) -> Iterator[None]:
     """What is wrong with a file is a ValueError inside, also in UTF-8 and JSON."""
     try:
         yield
@@ -399,14 +293,25 @@ def _fill(file: io.FileIO, begin: int, out: Any) -> Any:
     return out
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object of a JSON file of a stranger, which may have inf and NaN."""
+    path = os.fspath(path)
+    with named(path), _open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MOST_JSON_BYTES:
+            raise ValueError(f"it may have at most {MOST_JSON_BYTES} bytes, and has {size}")
+        return _parse(_fill(file, 0, bytearray(size)), _number)
+
+
+def _number(text: str) -> float:
+    # `int` refuses numbers of many digits.
+    return int(text) if text.isdigit() and len(text) <= 20 else float(text)
+
+
 def _natural(text: str) -> int:
     if not (text.isdigit() and len(text) <= 20 and int(text) < 2**64):  # `-0` is none either
         raise ValueError(f"the number {show(text)} must be a whole one from 0 to 2^64 - 1")
     return int(text)
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON")
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -427,7 +332,7 @@ def _parse(raw: bytearray, number: Callable[[str], float]) -> dict[str, Any]:
         object_pairs_hook=_pairs,
         parse_int=number,
         parse_float=number,
-        parse_constant=_no_constant,
+        parse_constant=number,  # Infinity and NaN, which configs may have
     )
     if type(parsed) is not dict:
         raise ValueError(f"the JSON {show(parsed)} must be an object")

@@ -11,16 +11,8 @@ from hypothesis import strategies as st
 from ml_dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu
 
 from jaxfp8.checkpoint import _safetensors
-from jaxfp8.checkpoint._safetensors import (
-    INDEX,
-    SINGLE,
-    Checkpoint,
-    CheckpointError,
-    Reader,
-    TensorSpec,
-    Writer,
-    read_index,
-)
+from jaxfp8.checkpoint._folder import INDEX, SINGLE, Checkpoint, read_index
+from jaxfp8.checkpoint._safetensors import CheckpointError, Reader, TensorSpec, Writer
 
 DTYPES = [
     *map(np.dtype, (bool, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, bfloat16)),

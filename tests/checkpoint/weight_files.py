@@ -15,9 +15,12 @@ DTYPES = {
     "F8_E8M0": ml_dtypes.float8_e8m0fnu,
     "BF16": ml_dtypes.bfloat16,
     "F32": np.float32,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F16": np.float16,
     "U8": np.uint8,
     "I32": np.int32,
 }
+CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 
 
 def read_file(path) -> dict[str, np.ndarray]:
@@ -132,3 +135,24 @@ def same(a, b) -> bool:
     return all(
         x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes() for x, y in pairs
     )
+
+
+def shapes_of(params):
+    """The types of a tree, as `like`."""
+    return jax.eval_shape(lambda: params)
+
+
+def write(folder, tensors, config=None):
+    """A checkpoint of these tensors, and a config of a format."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    header, end = {}, 0
+    for name, each in tensors.items():
+        ends = [end, end := end + each.nbytes]
+        header[name] = {"dtype": CODES[each.dtype], "shape": each.shape, "data_offsets": ends}
+    raw = json.dumps(header).encode()
+    data = b"".join(each.tobytes() for each in tensors.values())
+    (folder / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + data)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return folder
