@@ -169,7 +169,7 @@ def _as_it_is(entry: Entry, leaf: Any, format: Format) -> _AsItIs | None:
     if not is_weight(leaf):
         return None
     grid = grid_of(entry, leaf)
-    values, scale = leaf.values[grid.copy], grid.scales_of(leaf).in_format(format)
+    values, scale = leaf.values[0], grid.scales_of(leaf).in_format(format)
     return None if scale is None or values.dtype != VALUES else _AsItIs(entry, values, scale)
 
 
@@ -193,6 +193,11 @@ class _Cast:
         multiplier, scale = _by_rule(amaxes, self.format.rule)
         return np.asarray(multiplier), np.atleast_2d(np.asarray(scale))
 
+    @functools.cached_property
+    def _wide(self) -> Callable[[slice], np.ndarray]:
+        """Reads rows in high precision."""
+        return rows_of(self.entry, self.leaf, None)
+
     def _pieces(self) -> Iterator[np.ndarray]:
         for entry, leaf in self.group:
             read = rows_of(entry, leaf, None)
@@ -207,8 +212,7 @@ class _Cast:
         if multiplier.ndim:
             side = self.format.sides(self.entry.file_shape)[0]
             multiplier = multiplier[rows.start // side : -(-rows.stop // side)]
-        values = rows_of(self.entry, self.leaf, None)(rows)
-        return np.asarray(_cast_rows(values, multiplier, self.format.granularity))
+        return np.asarray(_cast_rows(self._wide(rows), multiplier, self.format.granularity))
 
 
 @functools.partial(jax.jit, static_argnames="rule")
@@ -252,7 +256,7 @@ def rows_of(entry: Entry, leaf: Any, dtype: DType | None) -> Callable[[slice], n
         wanted = _dtype_of(array, dtype)
         return lambda rows: narrowed(entry.name, _read(entry, array, rows), wanted)
     grid, wanted = grid_of(entry, leaf), jnp.dtype(dtype or jnp.float32)
-    scales, held = grid.scales_of(leaf), leaf.values[grid.copy]
+    scales, held = grid.scales_of(leaf), leaf.values[0]
 
     def dequantize(rows: slice) -> np.ndarray:
         wide = dequantize_rows(_read(entry, held, rows), scales.spread(rows))

@@ -4,7 +4,6 @@ A `QuantizedWeight` has the axes of its parameter, and its scales have those of 
 matrices [N, K], outputs and inputs, and scales [n, k] by cell.
 """
 
-import functools
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -16,10 +15,9 @@ from jax import lax
 from jaxfp8._typing import Axes
 from jaxfp8.checkpoint._formats import Format
 from jaxfp8.checkpoint._names import Entry
-from jaxfp8.matmul._tile_view import View, view_of_weight
+from jaxfp8.matmul._tile_view import view_of_weight
 from jaxfp8.numerics._formats import E8M0
-from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.weights._quantized_weight import QuantizedWeight, WeightAxes, WeightCopy, weight_copies
+from jaxfp8.weights._quantized_weight import QuantizedWeight, weight_copies
 
 # Parts of arrays, on any devices.
 
@@ -133,7 +131,6 @@ class Grid(NamedTuple):
     """Where the scales of a weight lie in the matrix of a file.
 
     Attributes:
-      copy: which FP8 copy the forward pass reads.
       lead: how many axes stack layers, before those of the scale.
       at: the indices of this matrix along stacked and batch axes.
       order: of the axes of a scale, without the stacked ones: batch axes, N, K.
@@ -141,7 +138,6 @@ class Grid(NamedTuple):
       rows, columns: see `Scales`.
     """
 
-    copy: int
     lead: int
     at: tuple[int, ...]
     order: Axes
@@ -151,7 +147,7 @@ class Grid(NamedTuple):
 
     def scales_of(self, weight: QuantizedWeight) -> Scales:
         """The scales of one matrix."""
-        array = weight.scales[self.copy]
+        array = weight.scales[0]  # those of the forward pass
         own = read_region(array, self._region(array.shape))
         own = own.reshape(own.shape[self.lead :]).transpose(self.order)
         return Scales(own.reshape(int(self.rows[-1]) + 1, -1), self.rows, self.columns)
@@ -175,18 +171,6 @@ class Grid(NamedTuple):
         return tuple(region)
 
 
-@functools.lru_cache(maxsize=1024)  # layers of a model are equal
-def _forward(recipe: Recipe, axes: WeightAxes, shape: Axes) -> tuple[View, int, WeightCopy]:
-    """The view of a weight's matmul, and the copy that the forward pass reads, with its index."""
-    view = view_of_weight(recipe, axes, shape)
-    (found,) = [
-        (view, i, copy)
-        for i, copy in enumerate(weight_copies(recipe, view.geometry))
-        if "fprop" in copy.readers
-    ]
-    return found
-
-
 def grid_of(entry: Entry, weight: QuantizedWeight) -> Grid:
     """Where the scales of a weight lie in the matrix of a file.
 
@@ -194,8 +178,9 @@ def grid_of(entry: Entry, weight: QuantizedWeight) -> Grid:
       ValueError: if the matrix has the axes of the weight in another order than its matmul.
     """
     lead, names = weight.stacked, entry.axes.of_parameter
-    view, copy, held = _forward(weight.recipe, weight.axes, weight.shape[lead:])
-    counts = weight.scales[copy].shape[lead:]
+    view = view_of_weight(weight.recipe, weight.axes, weight.shape[lead:])
+    granularity = weight_copies(weight.recipe, view.geometry)[0].granularity
+    counts = weight.scales[0].shape[lead:]
     at = [entry.at.get(name, 0) for name in names[:lead]]
     sizes, shape = entry.axes.sizes(entry.shape), entry.file_shape
     # For each axis of the view the axes of the weight that are merged into it.
@@ -223,8 +208,8 @@ def grid_of(entry: Entry, weight: QuantizedWeight) -> Grid:
         )
     if not counts:
         none = (np.zeros(size, np.int64) for size in shape)
-        return Grid(copy, lead, tuple(at), (), 0, *none)
-    sides = held.granularity.along(len(merged))
+        return Grid(lead, tuple(at), (), 0, *none)
+    sides = granularity.along(len(merged))
 
     def cells(axes: list[int]) -> np.ndarray:
         ids = np.zeros(1, np.int64)
@@ -236,7 +221,7 @@ def grid_of(entry: Entry, weight: QuantizedWeight) -> Grid:
 
     at += [entry.at[merged[i][0]] for i in rest if merged[i]]
     rest.sort(key=lambda i: not merged[i])  # new axes of the view, which have one index, last
-    return Grid(copy, lead, tuple(at), (*rest, *of_n, *of_k), len(rest), cells(of_n), cells(of_k))
+    return Grid(lead, tuple(at), (*rest, *of_n, *of_k), len(rest), cells(of_n), cells(of_k))
 
 
 def _axes_of(merged: list[tuple[str, ...]], group: tuple[str, ...]) -> list[int] | None:

@@ -249,7 +249,7 @@ class WeightCopy(NamedTuple):
 
 
 def weight_copies(recipe: Recipe, geometry: TrainingGeometry) -> list[WeightCopy]:
-    """The copies that a weight in FP8 has for the matmuls of a recipe."""
+    """The copies that a weight in FP8 has for the matmuls of a recipe, the forward pass first."""
     return [
         WeightCopy(granularity, planned.cast.rule.exact, readers)
         for planned in plan_weight_casts(recipe, geometry)

@@ -11,7 +11,8 @@ from jaxfp8 import checkpoint
 
 @pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.parametrize("fmt", [None, *CELLS])
-def test_the_bytes_are_those_of_the_file(fmt, in_fp8, tmp_path):
+def test_the_bytes_are_those_of_the_file(fmt, in_fp8, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxfp8.checkpoint._encode.PIECE", 128 * 100)  # many pieces
     params = tree()
     if in_fp8:
         params = fp8.quantize_params(params, fp8.recipes.blockwise(), primary=True)
